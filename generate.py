@@ -1,0 +1,263 @@
+"""Text from a model, at the command line: streams to stdout; progress and statistics go to stderr.
+
+Parses and prints; what it does is `nanobeacon.LLM`. Exit status: 0, 2 for a user's mistake (one line), 130
+for Ctrl-C, with what was generated so far kept.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+EXAMPLE = (
+    "A baker fills 17 trays with 164 rolls: a small tray holds 8, a large one 12. The oven takes 4 trays at "
+    "a time, all of one size; small trays bake for 14 minutes, large ones for 18. How many trays of each size "
+    "are there, and how long does the baking take at least? Work step by step and check the result."
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+def parser() -> Parser:
+    p = Parser(
+        description="Generate text with a Qwen3, Qwen2 or Llama checkpoint, its KV cache within a budget."
+    )
+    p.add_argument("--model", default=DEFAULT_MODEL, help="folder or hub id (default: %(default)s)")
+    what = p.add_mutually_exclusive_group()
+    what.add_argument("--prompt", metavar="TEXT")
+    what.add_argument("--prompt-file", metavar="FILE", help="- is standard input")
+    what.add_argument(
+        "stdin", nargs="?", choices=["-"], metavar="-", help="read the prompt from standard input"
+    )
+    what.add_argument("--chat", action="store_true", help="hold a conversation; each turn is a fresh request")
+    p.add_argument("--raw", action="store_true", help="no chat template: the model continues the text")
+    p.add_argument("--no-thinking", action="store_true", help="enable_thinking=False for the chat template")
+    p.add_argument("--budget", type=int, help="output tokens kept in the cache (default: all)")
+    p.add_argument("--policy", default="beacon", help="what is kept under the budget (default: %(default)s)")
+    p.add_argument("--window", type=int, default=32, help="newest tokens always kept (default: %(default)s)")
+    p.add_argument("--beacons", type=int, default=16, help="past queries asked (default: %(default)s)")
+    p.add_argument("--recents", type=int, default=16, help="newest queries asked (default: %(default)s)")
+    p.add_argument("--protect", default="prompt", help="'prompt', or a number of first tokens never evicted")
+    p.add_argument("--max-tokens", type=int, help="default: what the context leaves")
+    p.add_argument("--temperature", type=float, help="0 is greedy; default: the checkpoint's")
+    p.add_argument("--top-p", type=float)
+    p.add_argument("--top-k", type=int)
+    p.add_argument("--min-p", type=float)
+    p.add_argument("--seed", type=int, help="the same seed gives the same draws")
+    p.add_argument("--n", type=int, default=1, help="completions of the prompt")
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be repeated")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    p.add_argument("--json", action="store_true", help="one JSON object per completion instead of text")
+    return p
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """The prompt: the option, a file, a pipe, or the built-in example."""
+    if options.prompt is not None:
+        return options.prompt
+    path = "-" if options.stdin else options.prompt_file
+    if path not in (None, "-"):
+        try:
+            with open(path, encoding="utf-8") as file:
+                return file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompt-file {path}: {error}") from error
+    piped = sys.stdin is not None and not sys.stdin.closed and (path == "-" or not sys.stdin.isatty())
+    text = sys.stdin.read() if piped else ""
+    if text.strip():
+        return text
+    print(f"No prompt given; a built-in example is used:\n{EXAMPLE}\n", file=sys.stderr)
+    return EXAMPLE
+
+
+def load(options: argparse.Namespace) -> Any:
+    from nanobeacon import LLM
+
+    protect = int(options.protect) if options.protect.lstrip("-").isdigit() else options.protect
+    return LLM(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        seed=options.seed,
+        max_num_seqs=max(16, options.n) if options.n > 0 else 16,
+        budget=options.budget,
+        policy=options.policy,
+        window=options.window,
+        beacons=options.beacons,
+        recents=options.recents,
+        protect=protect,
+        progress=sys.stderr.isatty(),
+    )
+
+
+def params(options: argparse.Namespace) -> Any:
+    from nanobeacon import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n")
+    return SamplingParams(**{name: getattr(options, name) for name in names})
+
+
+def token_ids(llm: Any, text: str, options: argparse.Namespace) -> Any:
+    """A text as the model wants to read it: through its chat template, unless there is none or --raw."""
+    if options.raw or llm.tokenizer is None or llm.tokenizer.chat_template is None:
+        return text
+    return llm.chat_prompt([{"role": "user", "content": text}], not options.no_thinking)
+
+
+def show(pieces: Iterator[tuple[Any, str]], requests: list[Any]) -> None:
+    """Print completions as they grow: the first at once, the next one when those before it have ended."""
+    held, ended, current = dict.fromkeys(requests, ""), set(), 0
+    for request, piece in pieces:
+        held[request] += piece
+        if request.finish_reason is not None:
+            ended.add(request)
+        while current < len(requests):
+            print(held[requests[current]], end="", flush=True)
+            held[requests[current]] = ""
+            if requests[current] not in ended:
+                break
+            print(flush=True)
+            current += 1
+            if current < len(requests):
+                print(f"--- completion {current + 1} of {len(requests)}", file=sys.stderr)
+
+
+def watch(pieces: Iterator[tuple[Any, str]], requests: list[Any]) -> None:
+    """Run without printing text, behind a progress bar where a terminal shows one."""
+    from tqdm import tqdm
+
+    with tqdm(unit="token", disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
+        for _ in pieces:
+            bar.update()
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def closing_lines(llm: Any, requests: list[Any]) -> str:
+    """What it took: speed, what was kept of the tokens, and what the cache held."""
+    s = llm.stats
+    decoded = max(s.output_tokens - len(requests), 0)
+    lines = [
+        f"prefill {s.prompt_tokens / max(s.prefill_seconds, 1e-9):.1f} tokens/s, "
+        f"decode {decoded / max(s.decode_seconds, 1e-9):.1f} tokens/s ({s.output_tokens} new tokens)"
+    ]
+    longest = max((r.num_computed for r in requests), default=0)
+    share = 100 * s.peak_cached_tokens / max(longest, 1)
+    seconds = max(s.prefill_seconds + s.decode_seconds, 1e-9)
+    lines.append(
+        f"kept {s.peak_cached_tokens:,} of {longest:,} tokens a head ({share:.1f} %), "
+        f"KV {size(s.peak_kv_bytes)} instead of {size(s.full_kv_bytes)}, {s.evictions} evictions, "
+        f"{100 * s.eviction_seconds / seconds:.1f} % of the time"
+    )
+    return "\n".join(lines)
+
+
+def as_json(llm: Any, request: Any) -> str:
+    from nanobeacon.llm import output_of
+
+    fields = asdict(output_of(request))
+    fields.pop("trace")
+    return json.dumps(
+        fields | {"completion": request.completion, "stats": asdict(llm.stats)}, ensure_ascii=False
+    )
+
+
+def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
+    """One prompt, n completions; returns the exit status."""
+    requests = llm.submit([token_ids(llm, text, options)], params(options))
+    if requests[0].error:
+        raise ValueError(requests[0].error)
+    status = 0
+    try:
+        pieces = llm.run(requests)
+        (watch if options.json else show)(pieces, requests)
+    except KeyboardInterrupt:
+        status = 130
+        pieces.close()
+        print(file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        for request in requests:
+            print(as_json(llm, request), flush=True)
+    print(closing_lines(llm, requests), file=sys.stderr)
+    errors = [r.error for r in requests if r.error]
+    if errors:
+        print(f"generate.py: {errors[0]}", file=sys.stderr)
+    return status or (1 if errors else 0)
+
+
+def converse(llm: Any, options: argparse.Namespace) -> int:
+    """Turns from standard input until it ends; the prompt of each is the whole conversation."""
+    messages: list[dict[str, str]] = []
+    try:
+        while True:
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                return 0
+            if not line.strip():
+                continue
+            messages.append({"role": "user", "content": line.strip()})
+            requests = llm.submit([llm.chat_prompt(messages, not options.no_thinking)], params(options))
+            if requests[0].error:
+                raise ValueError(requests[0].error)
+            pieces = llm.run(requests)
+            try:
+                (watch if options.json else show)(pieces, requests)
+            except (
+                KeyboardInterrupt
+            ):  # ends the answer, not the conversation: a second one at the prompt does
+                pieces.close()
+                print(flush=True)
+            if options.json:
+                print(as_json(llm, requests[0]), flush=True)
+            messages.append({"role": "assistant", "content": requests[0].stream.text})
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        print(closing_lines(llm, []), file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("nanobeacon").setLevel(logging.INFO)
+    try:
+        params(options)  # what is wrong with them is said before a model is loaded
+        if options.chat and options.n != 1:
+            raise ValueError(f"--n {options.n}: a conversation has one answer a turn")
+        if options.chat and options.raw:
+            raise ValueError("--raw: a conversation needs the chat template")
+        text = None if options.chat else read_prompt(options)
+        llm = load(options)
+        return converse(llm, options) if options.chat else complete(llm, text, options)
+    except ValueError as error:
+        print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""`Batch`: the tensors of one forward pass, built from the scheduler's plan.
+
+Knows where tokens go, not what becomes of them. Positions come from logical lengths, slots and cached lengths
+from physical ones; nothing else in the engine turns one into the other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache, Observation, QueryBuffer
+from .pages import one_run
+from .scheduler import Plan
+
+
+@dataclass(frozen=True)
+class Batch:
+    """T tokens of R requests, packed. Host-side integers beside the tensors are upper bounds or layouts."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], logical
+    rope_lengths: Tensor  # int64 [T]: sequence length that decides a dynamic RoPE's base
+    slots: Tensor  # int64 [T], flat: page * P + offset
+    cached_lengths: Tensor  # int32 [R], this step's tokens included
+    cu_seqlens: Tensor  # int32 [R + 1]
+    page_table: Tensor  # int32 [R, pages of the longest]
+    last_tokens: Tensor  # int64 [R]: the token whose logits continue each request
+    max_query_length: int
+    max_cached_length: int
+    runs: list[int | None] | None  # first slot of each request whose pages are one run; CPU only
+    observation: Observation
+
+    @staticmethod
+    def build(plan: Plan, cache: KVCache, queries: QueryBuffer) -> "Batch":
+        device, page_size = cache.keys.device, cache.page_size
+        tokens, positions, rope_lengths, slots, cached, borders = [], [], [], [], [], [0]
+        for request, length in zip(plan.requests, plan.lengths, strict=True):
+            if request.pages_changed:
+                cache.write_page_table(request)
+            start, held = request.num_computed, request.cached_length
+            tokens += request.tokens(start, start + length)
+            positions += range(start, start + length)
+            prompt = len(request.prompt_token_ids)
+            rope_lengths += [max(prompt, p + 1) for p in range(start, start + length)]
+            slots += [
+                request.pages[s // page_size] * page_size + s % page_size for s in range(held, held + length)
+            ]
+            cached.append(held + length)
+            borders.append(len(tokens))
+        longest = max(cached)
+        rows = torch.tensor([r.row for r in plan.requests], device=device)
+        on_cpu = device.type == "cpu"
+        runs = (
+            [r.pages[0] * page_size if one_run(r.pages) else None for r in plan.requests] if on_cpu else None
+        )
+
+        def whole(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        return Batch(
+            token_ids=whole(tokens),
+            positions=whole(positions),
+            rope_lengths=whole(rope_lengths),
+            slots=whole(slots),
+            cached_lengths=whole(cached, torch.int32),
+            cu_seqlens=whole(borders, torch.int32),
+            page_table=cache.page_table[rows, : -(-longest // page_size)],
+            last_tokens=whole(borders[1:]) - 1,
+            max_query_length=max(plan.lengths),
+            max_cached_length=longest,
+            runs=runs,
+            observation=queries.plan(plan),
+        )

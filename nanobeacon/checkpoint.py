@@ -1,0 +1,176 @@
+"""A model's files: hub id or folder -> safetensors -> views of the model's parameters, complete or one error.
+
+It knows nothing about architectures: names and shapes come with the views. Only safetensors are read, those
+that the index names or model.safetensors alone, and headers are checked before any data is read.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from statistics import mode
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from .config import field, read_json, require
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+SMALL_FILES = "config.json generation_config.json tokenizer* special_tokens_map.json chat_template*".split()
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+BLOCK_BYTES = 4 << 20  # what loading holds beside the model
+
+
+def resolve(model: str | Path, config_only: bool = False) -> Path:
+    """A folder as it is, or a hub repository's snapshot, cached or downloaded (config_only: without weights).
+
+    ValueError, one line, for what is neither or cannot be had.
+    """
+    name = os.path.expanduser(model)
+    if name and os.path.isdir(name):
+        return Path(name)
+    no_id = isinstance(model, Path) or name[:1] in ("", ".", "/", "~") or name.count("/") > 1
+    if no_id or os.path.exists(name):
+        raise ValueError(f"model {name!r} is no folder; possible are a folder and a repository id of the hub")
+    from huggingface_hub import errors, snapshot_download  # slow to import, and not needed for a folder
+
+    wanted = SMALL_FILES if config_only else [*SMALL_FILES, INDEX, "model*.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except errors.HFValidationError:
+        reason = "no folder and no valid repository id"
+    except errors.GatedRepoError:
+        reason = "gated: accept its terms on the hub, then log in with `hf auth login`"
+    except errors.RepositoryNotFoundError:
+        reason = "no folder and, as far as this login sees, no repository of the hub"
+    except errors.LocalEntryNotFoundError:
+        reason = "no folder and not wholly in the hub's cache, and the hub cannot be reached"
+    except Exception as error:  # the network has too many to list
+        reason = f"not to be had from the hub: {type(error).__name__}: {' '.join(str(error).split()):.300}"
+    raise ValueError(f"model {name!r} is {reason}")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # in safetensors' spelling: BF16, F32, I8
+    offset: int  # of the first byte in the file
+
+
+class Checkpoint:
+    """The headers of a folder's safetensors. ValueError for what is missing, broken or contradictory."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.tensors: dict[str, TensorInfo] = {}
+        weight_map = _weight_map(self.folder)
+        for file in sorted(set(weight_map.values())) or [WEIGHTS]:
+            header = _header(self.folder / file)
+            lost = [name for name, shard in weight_map.items() if shard == file and name not in header]
+            require(not lost, f"{INDEX}: a tensor of {file}", _shortened(lost), "in that file")
+            twice = header.keys() & self.tensors.keys()
+            require(not twice, f"{self.folder / file}: a tensor", _shortened(twice), "in one file only")
+            self.tensors |= header
+
+    @property
+    def dtype(self) -> str:
+        """What most tensors are stored in, in config.json's words."""
+        kind = mode(info.dtype for info in self.tensors.values())
+        return {"BF16": "bfloat16", "F16": "float16"}.get(kind, "float32")
+
+
+def load_into(views: Mapping[str, Tensor], checkpoint: Checkpoint, progress: bool = True) -> None:
+    """Copy each tensor of the checkpoint into the view of its name, on any device, cast to the view's dtype.
+
+    ValueError, before the first copy, with all that is missing, unexpected, misshapen or quantised. Takes
+    a few MB beside the model. progress: a bar on stderr.
+    """
+    # Old Llama files hold RoPE's frequencies too
+    tensors = {k: info for k, info in checkpoint.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
+    both = [(name, tensors[name].shape, tuple(view.shape)) for name, view in views.items() if name in tensors]
+    problems = {
+        "missing": views.keys() - tensors.keys(),
+        "unexpected": tensors.keys() - views.keys(),
+        "misshapen": [f"{name} {ours} instead of {wanted}" for name, ours, wanted in both if ours != wanted],
+        "not float, so quantised": [
+            f"{name} {info.dtype}" for name, info in tensors.items() if info.dtype not in DTYPES
+        ],
+    }
+    found = "; ".join(f"{what}: {_shortened(names)}" for what, names in problems.items() if names)
+    if found:
+        raise ValueError(f"the tensors of {checkpoint.folder} do not fit the model; {found}")
+    total = sum(math.prod(info.shape) * DTYPES[info.dtype].itemsize for info in tensors.values())
+    with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not progress) as bar:
+        for name, info in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+            _fill(views[name], info, bar.update)
+
+
+def generation_defaults(folder: str | Path) -> dict[str, float]:
+    """What transformers would sample with: temperature, top_k, top_p, min_p; or temperature 0 alone."""
+    path = Path(folder, "generation_config.json")
+    raw = read_json(path) if path.exists() else {}
+    if not field(raw, "do_sample", bool, False):
+        return {"temperature": 0.0}
+    usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+    return {name: field(raw, name, type(default), default, 0) for name, default in usual.items()}
+
+
+@torch.no_grad()
+def _fill(view: Tensor, info: TensorInfo, advance: Callable[[int], object]) -> None:
+    """Read a tensor in blocks of rows. No memory map: the pages it touched would count as memory in use."""
+    dtype, rows = DTYPES[info.dtype], info.shape[0]
+    row_bytes = math.prod(info.shape[1:]) * dtype.itemsize
+    step = min(rows, max(1, BLOCK_BYTES // row_bytes))
+    buffer = memoryview(bytearray(step * row_bytes))
+    block = torch.frombuffer(buffer, dtype=dtype).view(step, *info.shape[1:])
+    with open(info.file, "rb") as file:
+        file.seek(info.offset)
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            if file.readinto(buffer[: count * row_bytes]) != count * row_bytes:
+                raise ValueError(f"{info.file} ended early")
+            view[start : start + count].copy_(block[:count])
+            advance(count * row_bytes)
+
+
+def _header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        with safe_open(path, "pt"), open(path, "rb") as file:  # safe_open checks format, offsets and length
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+    return {
+        name: TensorInfo(path, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, by the index; empty where model.safetensors is all. The files are there."""
+    if (index := folder / INDEX).exists():
+        files = read_json(index).get("weight_map")
+        named = isinstance(files, dict) and files and all(isinstance(file, str) for file in files.values())
+        require(named, f"{index}: weight_map", files, "an object of tensor and file names")
+        paths = {file: PureWindowsPath(file) for file in files.values()}  # splits at / and \ alike
+        outside = [file for file, path in paths.items() if path.anchor or ".." in path.parts]
+        require(not outside, f"{index}: weight_map", _shortened(outside), "inside the folder")
+        missing = [file for file in paths if not (folder / file).is_file()]
+        require(not missing, f"{index}: a shard", _shortened(missing), "there, and is missing")
+        return files
+    if not (folder / WEIGHTS).is_file():
+        pickles = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")]
+        why = f", only {_shortened(pickles)}: pickle can run code when loaded; convert it" if pickles else ""
+        raise ValueError(f"{folder} has no {WEIGHTS} and no {INDEX}{why}")
+    return {}
+
+
+def _shortened(names: Collection[str], most: int = 8) -> str:
+    shown, rest = sorted(names)[:most], len(names) - most
+    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")

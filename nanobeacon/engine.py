@@ -1,0 +1,300 @@
+"""`Engine.step()`: the only place where scheduler, model, cache and evictor meet.
+
+Knows token ids, and text only through each request's stream. Where weights, tokenizers and options come from
+is the business of `llm.py`.
+"""
+
+import logging
+import random
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .batch import Batch
+from .cache import KVCache, QueryBuffer
+from .engine_config import EngineConfig
+from .eviction import Evictor
+from .models.decoder import Decoder
+from .pages import PagePool
+from .request import Request, SamplingParams
+from .sampling import Draw, sample, token_logprobs, uniform
+from .scheduler import Plan, Scheduler
+from .tokenizer import TextStream, Tokenizer
+
+CPU_POOL = 4 << 30  # bytes of keys and values that a CPU's pool takes at most by itself
+log = logging.getLogger("nanobeacon")
+
+
+@dataclass
+class Stats:
+    """What an engine has done so far; seconds are wall time, bytes are maxima over steps, summed over
+    requests."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    eviction_seconds: float = 0.0  # part of decode_seconds, or of prefill_seconds where a prompt evicts
+    evictions: int = 0
+    peak_cached_tokens: int = 0  # most held by one request
+    peak_kv_bytes: int = 0  # pages in use
+    full_kv_bytes: int = 0  # what no budget would have held
+    query_buffer_bytes: int = 0
+
+
+class Engine:
+    """Continuous batching of requests on one model. `tokenizer` None: token ids alone, no text, no stop
+    strings."""
+
+    def __init__(
+        self, model: Decoder, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.model, self.config, self.tokenizer, self.eos_token_ids = model, config, tokenizer, eos_token_ids
+        shape, device, dtype = model.config, model.embedding.device, model.embedding.dtype
+        rows, page_size = config.max_num_seqs + 1, config.page_size
+        self.max_model_len = config.max_model_len or shape.max_position_embeddings
+        self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
+        self.queries = QueryBuffer(
+            config.eviction, rows, shape.num_layers, shape.num_heads, shape.head_dim, dtype, device
+        )
+        pages_each = -(-self.max_model_len // page_size)
+        page_bytes = 2 * shape.num_layers * shape.num_kv_heads * page_size * shape.head_dim * dtype.itemsize
+        num_pages = config.num_pages or self._pages_that_fit(pages_each, page_bytes)
+        self.pool = PagePool(num_pages + 1)
+        self.cache = KVCache(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            num_pages + 1,
+            page_size,
+            rows,
+            min(pages_each, num_pages),
+            dtype,
+            device,
+        )
+        budget = config.eviction.budget if config.eviction else None
+        self.scheduler = Scheduler(self.pool, page_size, config.max_num_seqs, config.chunk, budget)
+        self.evictor = Evictor(
+            config.eviction, self.cache, self.queries, model.rope, model.kernels, trace=config.trace
+        )
+        self.stats = Stats()
+        self._arrivals = 0
+        log.info(
+            "%s on %s: %d pages of %d tokens, %.2f GB; query buffers %.1f MB",
+            str(dtype).removeprefix("torch."),
+            device,
+            num_pages,
+            page_size,
+            num_pages * page_bytes / 1e9,
+            rows * self.queries.row_bytes / 1e6,
+        )
+
+    def _pages_that_fit(self, pages_each: int, page_bytes: int) -> int:
+        """GPU: `gpu_memory` of what is free now; CPU: what `max_num_seqs` requests need, CPU_POOL at most."""
+        device = self.model.embedding.device
+        if device.type == "cuda":
+            room = int(torch.cuda.mem_get_info(device)[0] * self.config.gpu_memory)
+        else:
+            room = min(CPU_POOL, self.config.max_num_seqs * pages_each * page_bytes)
+        if room < page_bytes:
+            raise ValueError(
+                f"num_pages: {room} bytes are free for the cache and one page takes {page_bytes}"
+            )
+        return min(room // page_bytes, self.config.max_num_seqs * pages_each)
+
+    def submit(
+        self, prompt_token_ids: list[int], params: SamplingParams, forced: list[int] | None = None
+    ) -> list[Request]:
+        """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set."""
+        settings, arrival, prompt = self.config.eviction, self._arrivals, list(prompt_token_ids)
+        self._arrivals += 1
+        seed = params.seed
+        if seed is None:
+            source = random.SystemRandom() if self.config.seed is None else None
+            source = source or random.Random(f"{self.config.seed} {arrival}")
+            seed = source.getrandbits(63)
+        requests = []
+        for completion in range(params.n):
+            request = Request(
+                arrival,
+                prompt,
+                params,
+                max_tokens=params.max_tokens or 0,
+                protected=settings.protected(len(prompt)) if settings else len(prompt),
+                completion=completion,
+                seed=seed,
+                eos_token_ids=self.eos_token_ids,
+                forced=forced,
+            )
+            request.error = self._limit(request)
+            if request.error:
+                request.finish_reason = "error"
+            else:
+                if self.tokenizer is not None and forced is None:
+                    request.stream = TextStream(self.tokenizer, prompt, params.stop)
+                self.scheduler.add(request)
+            requests.append(request)
+        return requests
+
+    def _limit(self, request: Request) -> str | None:
+        """Settle max_tokens; the reason why the request cannot run, or None."""
+        prompt = request.prompt_token_ids
+        vocab_size = self.model.config.vocab_size
+        if not prompt:
+            return "the prompt is empty and the model has no BOS token to begin with"
+        wrong = [t for t in [*prompt, *(request.forced or [])] if not 0 <= t < vocab_size]
+        if wrong:
+            return f"token id {wrong[0]}: possible are 0 to {vocab_size - 1}"
+        if request.params.stop and self.tokenizer is None:
+            return "stop strings need a tokenizer, and the model's folder has none; stop_token_ids work"
+        left = self.max_model_len - len(prompt)
+        asked = request.max_tokens or 1
+        if asked > left:
+            return (
+                f"{len(prompt)} prompt tokens and {asked} new ones were asked for; "
+                f"{self.max_model_len} together are possible (max_model_len)"
+            )
+        slots = self.pool.num_pages * self.config.page_size - self.config.page_size
+        if not request.max_tokens:
+            request.max_tokens = left if self.config.eviction else min(left, max(1, slots - len(prompt)))
+        if not self.scheduler.fits(request):
+            return (
+                f"the cache must hold {self.scheduler.tokens_held(request)} tokens for this request "
+                f"and has {slots} slots; a shorter prompt, fewer max_tokens, a budget or more num_pages help"
+            )
+        return None
+
+    def abort(self, request: Request) -> None:
+        """End a request now, wherever it is; what it has is kept, what it held is free."""
+        if request.finish_reason is None:
+            request.finish_reason = "abort"
+            self._close(request)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """One forward pass; returns the requests that got a token."""
+        began = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        batch = Batch.build(plan, self.cache, self.queries)
+        hidden = self.model(batch, self.cache, self.queries)
+        self.queries.advance(plan, batch.observation)
+        for request, length in zip(plan.requests, plan.lengths, strict=True):
+            request.num_computed += length
+            request.cached_length += length
+        self._count_memory(plan)
+        rows = [i for i, r in enumerate(plan.requests) if r.num_computed == r.num_tokens]
+        ready = [plan.requests[i] for i in rows]
+        forks = self._fork(ready)
+        if ready:
+            index = torch.tensor(rows + [rows[ready.index(r.leader)] for r in forks], device=hidden.device)
+            logits = self.model.logits(hidden[batch.last_tokens[index]], self.vocabulary)
+            self._take_tokens(ready + forks, logits)
+        for request in forks:
+            request.leader = None
+        began_eviction = time.perf_counter()
+        going_on = [r for r in plan.requests + forks if r.finish_reason is None]
+        if self.evictor.after_step(going_on):
+            if hidden.is_cuda:
+                torch.cuda.synchronize(hidden.device)
+            self.stats.eviction_seconds += time.perf_counter() - began_eviction
+            self.stats.evictions = self.evictor.evictions
+        self._count_time(plan, len(ready) + len(forks), time.perf_counter() - began)
+        return ready + forks
+
+    def _fork(self, ready: list[Request]) -> list[Request]:
+        """Completions that waited for a prompt's prefill: copy what they do not share, so that they stand
+        beside."""
+        forks = [r for r in self.scheduler.running if r.leader in ready] if ready else []
+        for request in forks:
+            leader = request.leader
+            request.num_computed, request.cached_length = leader.num_computed, leader.cached_length
+            used = -(-leader.cached_length // self.config.page_size)
+            private = [i for i in range(used) if leader.pages[i] != request.pages[i]]
+            self.cache.write_page_table(request)
+            self.cache.copy_pages([leader.pages[i] for i in private], [request.pages[i] for i in private])
+            self.queries.copy_row(leader, request)
+        return forks
+
+    def _take_tokens(self, requests: list[Request], logits: Tensor) -> None:
+        """Sample a token for each row of logits, and do with it what a request's end demands."""
+        for request, row in zip(requests, logits, strict=True):
+            if request.on_logits is not None:
+                request.on_logits(len(request.output_token_ids), row)
+        tokens = self._sample(requests, logits)
+        self._record_logprobs(requests, logits, tokens)
+        broken = ~logits.amax(-1).isfinite()  # one read for both: -1 stands for logits that mean nothing
+        for request, token in zip(requests, tokens.masked_fill_(broken, -1).tolist(), strict=True):
+            if token < 0:
+                request.finish_reason, request.error = "error", "the model's logits are not finite"
+            else:
+                request.append(token)
+                self._grow_text(request, token)
+            if request.finish_reason is not None:
+                self._close(request)
+
+    def _sample(self, requests: list[Request], logits: Tensor) -> Tensor:
+        draws = []
+        for r in requests:
+            p = r.params
+            greedy = p.temperature == 0 or r.forced is not None
+            u = 0.0 if greedy else uniform(r.seed, r.completion, r.num_tokens)
+            draws.append(Draw(0.0 if greedy else p.temperature, p.top_k, p.top_p, p.min_p, u))
+        tokens = sample(logits, draws)
+        for i, r in enumerate(requests):
+            if r.forced is not None:
+                tokens[i] = r.forced[len(r.output_token_ids)]
+        return tokens
+
+    def _record_logprobs(self, requests: list[Request], logits: Tensor, tokens: Tensor) -> None:
+        """For those that ask: (log-probability of the token, {id: log-probability} of the k best)."""
+        rows = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+        if not rows:
+            return
+        k = max(requests[i].params.logprobs for i in rows)
+        own, ids, values = (x.tolist() for x in token_logprobs(logits[rows], tokens[rows], k))
+        for j, i in enumerate(rows):
+            best = dict(list(zip(ids[j], values[j], strict=True))[: requests[i].params.logprobs])
+            requests[i].logprobs.append((own[j], best))
+
+    def _grow_text(self, request: Request, token: int) -> None:
+        if request.stream is None:
+            request.pieces.append("")  # whoever runs the request sees that it got a token
+            return
+        # The token that ended a request is not part of its text; a token at the length limit is.
+        if request.finish_reason != "stop":
+            request.pieces.append(request.stream.push(token))
+            if request.stream.stopped:
+                request.finish_reason = "stop"
+
+    def _close(self, request: Request) -> None:
+        """Release everything a finished request held, and the text that was held back."""
+        self.scheduler.finish(request)
+        if request.stream is not None and not request.stream.stopped:
+            request.pieces.append(request.stream.finish())
+            if request.stream.stopped:  # what was held back completes a stop string
+                request.finish_reason = "stop"
+
+    def _count_memory(self, plan: Plan) -> None:
+        stats, page_bytes = self.stats, self.cache.page_bytes
+        running = self.scheduler.running
+        held = max(r.cached_length for r in plan.requests)
+        stats.peak_cached_tokens = max(stats.peak_cached_tokens, held)
+        stats.peak_kv_bytes = max(stats.peak_kv_bytes, self.pool.used_count * page_bytes)
+        full = sum(-(-r.num_computed // self.config.page_size) for r in running)
+        stats.full_kv_bytes = max(stats.full_kv_bytes, full * page_bytes)
+        stats.query_buffer_bytes = max(stats.query_buffer_bytes, len(running) * self.queries.row_bytes)
+
+    def _count_time(self, plan: Plan, tokens: int, seconds: float) -> None:
+        self.stats.output_tokens += tokens
+        if plan.prefill:
+            self.stats.prompt_tokens += sum(plan.lengths)
+            self.stats.prefill_seconds += seconds
+        else:
+            self.stats.decode_seconds += seconds

@@ -1,0 +1,124 @@
+"""One decoder for every family: a forward pass is a function of a batch, a cache and a query buffer.
+
+Knows no requests, no sampling and no files. What differs between families are flags of `ModelConfig`; where a
+checkpoint's tensors go is told by `weights`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..batch import Batch
+from ..cache import KVCache, QueryBuffer
+from ..config import ModelConfig
+from ..kernels import choose
+from ..rope import Rope
+from .layers import linear, rms_norm, weight
+
+
+class Layer(nn.Module):
+    """Attention and MLP of one layer; q, k, v and gate, up are fused into one matrix each."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+
+        def make(*shape: int, wanted: bool = True) -> nn.Parameter | None:
+            return weight(*shape, dtype=dtype, device=device) if wanted else None
+
+        self.input_norm, self.post_norm = make(hidden), make(hidden)
+        self.qkv, self.qkv_bias = (
+            make(q_size + 2 * kv_size, hidden),
+            make(q_size + 2 * kv_size, wanted=config.qkv_bias),
+        )
+        self.o, self.o_bias = make(hidden, q_size), make(hidden, wanted=config.o_bias)
+        self.q_norm, self.k_norm = make(dim, wanted=config.qk_norm), make(dim, wanted=config.qk_norm)
+        self.gate_up, self.gate_up_bias = make(2 * mlp, hidden), make(2 * mlp, wanted=config.mlp_bias)
+        self.down, self.down_bias = make(hidden, mlp), make(hidden, wanted=config.mlp_bias)
+
+    def weights(self) -> dict[str, Tensor | None]:
+        """Checkpoint name inside the layer -> the part of a parameter that it fills."""
+        c = self.config
+        heads = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+        views = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
+        views |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
+        for kind, qkv, o, gate_up, down in (
+            ("weight", self.qkv, self.o, self.gate_up, self.down),
+            ("bias", self.qkv_bias, self.o_bias, self.gate_up_bias, self.down_bias),
+        ):
+            q, k, v = qkv.split(heads) if qkv is not None else (None,) * 3
+            gate, up = gate_up.chunk(2) if gate_up is not None else (None, None)
+            views |= {f"self_attn.{n}_proj.{kind}": x for n, x in zip("qkvo", (q, k, v, o), strict=True)}
+            views |= {f"mlp.{n}_proj.{kind}": x for n, x in (("gate", gate), ("up", up), ("down", down))}
+        return {name: view for name, view in views.items() if view is not None}
+
+    def forward(self, layer: int, hidden: Tensor, rotation, batch: Batch, cache, queries, kernels) -> Tensor:
+        """hidden float32 [T, hidden] -> the same; stores this layer's keys, values and queries on the way."""
+        c = self.config
+        x = rms_norm(hidden, self.input_norm, c.rms_norm_eps)
+        qkv = linear(x, self.qkv, self.qkv_bias).view(len(x), -1, c.head_dim)
+        if c.qk_norm:
+            q, k, v = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+            q, k = rms_norm(q, self.q_norm, c.rms_norm_eps), rms_norm(k, self.k_norm, c.rms_norm_eps)
+            qkv = torch.cat((q, k, v), dim=1)
+        seen = batch.observation
+        queries.observe(layer, qkv[:, : c.num_heads], batch.positions, seen, kernels)
+        keys, values = cache.keys[layer], cache.values[layer]
+        target = (queries.buffer[:, layer], seen.rows, seen.slots) if seen.rows is not None else ()
+        q = kernels.store(qkv, *rotation, batch.slots, keys, values, *target)
+        attended = kernels.paged_attention(
+            q,
+            keys,
+            values,
+            batch.page_table,
+            batch.cached_lengths,
+            batch.cu_seqlens,
+            batch.max_query_length,
+            batch.max_cached_length,
+            c.head_dim**-0.5,
+            batch.runs,
+        )
+        hidden = hidden + linear(attended.flatten(1), self.o, self.o_bias)
+        x = rms_norm(hidden, self.post_norm, c.rms_norm_eps)
+        gate, up = linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        return hidden + linear(F.silu(gate) * up, self.down, self.down_bias)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and head. Parameters are empty until a loader has filled `weights()`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.kernels = choose(device, config.head_dim, page_size)
+        self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
+        self.embedding = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(Layer(config, dtype, device) for _ in range(config.num_layers))
+        self.norm = weight(config.hidden_size, dtype=dtype, device=device)
+        shape = (config.vocab_size, config.hidden_size)
+        self.head = self.embedding if config.tied else weight(*shape, dtype=dtype, device=device)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the view it fills; every parameter is covered exactly once."""
+        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not self.config.tied:
+            views["lm_head.weight"] = self.head
+        for i, layer in enumerate(self.layers):
+            views |= {f"model.layers.{i}.{name}": view for name, view in layer.weights().items()}
+        return views
+
+    def forward(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Tensor:
+        """One forward pass; returns the hidden states [T, hidden] after the final norm."""
+        cache.store_positions(batch.positions, batch.slots)
+        queries.store_positions(batch.observation, batch.positions)
+        rotation = self.rope.cos_sin(batch.positions, batch.rope_lengths)
+        hidden = F.embedding(batch.token_ids, self.embedding).float()  # sums over layers stay in float32
+        for i, layer in enumerate(self.layers):
+            hidden = layer(i, hidden, rotation, batch, cache, queries, self.kernels)
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
+        """float32 [R, vocabulary] from hidden [R, hidden]; rows of the head past `vocabulary` are padding."""
+        return linear(hidden, self.head[:vocabulary]).float()

@@ -1,0 +1,108 @@
+"""`PagePool`: which pages are free, who shares one, and a proof that none is lost or owned twice.
+
+Pages are numbers here; it knows nothing of tensors, of requests or of what a page holds. Page 0 is nobody's:
+padded rows write there.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterable
+
+
+class PagePool:
+    """`num_pages` pages, page 0 included, which is never given out. Free pages are kept as sorted runs."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages={num_pages}: at least 2 are needed (page 0 is the scratch page)")
+        self.num_pages = num_pages
+        self.references = [0] * num_pages
+        self.free_count = num_pages - 1
+        self._runs: list[tuple[int, int]] = [(1, num_pages)]  # [first, end), ascending, never adjacent
+
+    @property
+    def used_count(self) -> int:
+        return self.num_pages - 1 - self.free_count
+
+    def allocate(self, count: int, after: int | None = None, grows: bool = False) -> list[int] | None:
+        """`count` pages, or None when fewer are free: one run where there is one.
+
+        after: take the page behind this one if it is free, so that a run stays one. grows: the owner will ask
+        for more, so start in the middle of the largest free run, which leaves it and its neighbour room.
+        Otherwise the smallest run that fits is taken, or, where none does, pieces of the largest.
+        """
+        if count > self.free_count:
+            return None
+        pages: list[int] = []
+        if after is not None:
+            at = bisect_left(self._runs, (after + 1, 0))
+            if at < len(self._runs) and self._runs[at][0] == after + 1:
+                pages += self._cut(after + 1, min(count, self._runs[at][1] - after - 1))
+        while len(pages) < count:
+            wanted = count - len(pages)
+            by_size = sorted(self._runs, key=lambda run: run[1] - run[0])
+            fits = [run for run in by_size if run[1] - run[0] >= wanted]
+            first, end = fits[0] if fits and not grows else by_size[-1]
+            size = min(wanted, end - first)
+            if grows and first > 1:
+                first = max(first, min((first + end) // 2, end - size))
+            pages += self._cut(first, size)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Another owner for pages that have one."""
+        for page in pages:
+            assert self.references[page] > 0, f"page {page} is free and cannot be shared"
+            self.references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One owner less for each page; a page without owners is free again."""
+        for page in pages:
+            assert self.references[page] > 0, f"page {page} was released twice"
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self._give_back(page)
+
+    def check(self, owners: Iterable[list[int]]) -> None:
+        """Prove that each page is either free or referenced exactly as often as the owners hold it."""
+        held = Counter(page for pages in owners for page in pages)
+        assert held[0] == 0 and self.references[0] == 0, "the scratch page is owned"
+        free = [page for first, end in self._runs for page in range(first, end)]
+        assert free == sorted(set(free)) and len(free) == self.free_count, "the free runs overlap or miscount"
+        assert all(a[1] < b[0] for a, b in zip(self._runs, self._runs[1:], strict=False)), (
+            "adjacent free runs"
+        )
+        assert not held.keys() & set(free), "a page is both free and owned"
+        for page in range(1, self.num_pages):
+            assert self.references[page] == held[page], (
+                f"page {page}: {self.references[page]} != {held[page]}"
+            )
+        assert len(free) + len(held) == self.num_pages - 1, "a page is lost"
+
+    def _cut(self, first: int, count: int) -> list[int]:
+        """Take [first, first + count) out of the free run that holds it."""
+        at = bisect_right(self._runs, (first, self.num_pages)) - 1
+        start, end = self._runs.pop(at)
+        rest = [(start, first), (first + count, end)]
+        self._runs[at:at] = [run for run in rest if run[0] < run[1]]
+        pages = list(range(first, first + count))
+        for page in pages:
+            self.references[page] = 1
+        self.free_count -= count
+        return pages
+
+    def _give_back(self, page: int) -> None:
+        """Add a page to the free runs, joined with the runs it touches."""
+        at = bisect_left(self._runs, (page, 0))
+        first, end = page, page + 1
+        if at < len(self._runs) and self._runs[at][0] == end:
+            end = self._runs.pop(at)[1]
+        if at > 0 and self._runs[at - 1][1] == first:
+            first = self._runs.pop(at - 1)[0]
+        insort(self._runs, (first, end))
+        self.free_count += 1
+
+
+def one_run(pages: list[int]) -> bool:
+    """Whether the pages lie behind each other, in order."""
+    return all(b == a + 1 for a, b in zip(pages, pages[1:], strict=False))

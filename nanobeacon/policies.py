@@ -1,0 +1,176 @@
+"""Eviction policies as data: which past queries are asked, which softmax, which pooling, what is always kept.
+
+Knows no tensors and no requests. A policy is a row of POLICIES; `settle` checks it together with a budget and
+gives the numbers of section 3. To try an idea, add a row, or hand a `Policy` to `LLM(policy=...)`.
+"""
+
+from dataclasses import dataclass, replace
+
+SELECTIONS = ("fps", "first", "reservoir", "none")
+DEFAULT_WINDOW, DEFAULT_BEACONS, DEFAULT_RECENTS = 32, 16, 16
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One line of the table in section 5. The numbers are the policy's own; settings other than the defaults
+    win."""
+
+    name: str
+    ranking: str = "queries"  # queries | newest | random | none: by what the evictable tokens are ranked
+    select: str = "fps"  # fps | first | reservoir | none: which past queries become the beacons
+    beacons: int = DEFAULT_BEACONS  # queries rotated at the current position
+    recents: int = DEFAULT_RECENTS  # newest queries, rotated at their own positions
+    domain: str = "all"  # all | evictable | before-recents: the slots that the softmax runs over
+    group: str = "max"  # max | layer | logits: how the heads of a KV head are pooled
+    pool: str = "max"  # max | mean | sum: how the queries are pooled
+    smoothing: str | None = None  # avg | max, over 7 neighbouring slots
+    window: int = DEFAULT_WINDOW  # newest tokens that always stay
+    attention_share: float | None = None  # R-KV's lambda: the rest of the score is minus the redundancy
+    buffer: int | None = None  # rows of the query buffer; None: beacons + recents
+
+
+_LATEST = Policy("recent", select="none", beacons=0, recents=32)  # asks only the newest queries
+_BLIND = replace(_LATEST, recents=0)  # asks nobody
+_SNAPKV = Policy("snapkv", "queries", "none", 0, 8, "before-recents", "logits", "mean", smoothing="max")
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        replace(_BLIND, name="full", ranking="none"),
+        Policy("beacon"),
+        Policy("beacon-mean", pool="mean"),
+        _LATEST,
+        Policy("initial", select="first"),
+        Policy("random-query", select="reservoir"),
+        replace(_LATEST, name="rpc", domain="evictable", group="layer", pool="sum", smoothing="avg"),
+        _SNAPKV,
+        replace(_SNAPKV, name="rkv", window=8, attention_share=0.1),
+        replace(_BLIND, name="streaming", ranking="newest", window=0),
+        replace(_BLIND, name="random", ranking="random"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class EvictionSettings:
+    """A policy with a budget and all its numbers (section 3). Hashable, equal for equal settings."""
+
+    policy: Policy
+    budget: int  # B_max: evictable tokens in the cache at which an eviction runs
+    protect: str | int = "prompt"
+
+    @property
+    def period(self) -> int:
+        """Tokens that an eviction removes, and steps between two of them."""
+        return max(1, self.budget // 8)
+
+    @property
+    def kept(self) -> int:
+        """B_min: evictable tokens in the cache after an eviction."""
+        return self.budget - self.period
+
+    @property
+    def window(self) -> int:
+        """Newest tokens that always stay; those outside the softmax's domain have no score and stay too."""
+        unscored = self.policy.recents if self.policy.domain == "before-recents" else 0
+        return max(self.policy.window, unscored)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether beacons are distilled by repeated reduction, with a freeze before each eviction."""
+        return self.policy.select == "fps"
+
+    @property
+    def recents(self) -> int:
+        """Recents of one eviction: a policy that reduces has only those since the freeze."""
+        return min(self.policy.recents, self.period) if self.reduces else self.policy.recents
+
+    @property
+    def freeze(self) -> int:
+        """L from which on queries are recents, no longer candidates for beacons."""
+        return self.budget - self.recents
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the query buffer a head; 0: the policy asks no queries."""
+        policy = self.policy
+        if policy.ranking != "queries":
+            return 0
+        return max(policy.buffer or policy.beacons + policy.recents, policy.beacons + 1)
+
+    def protected(self, prompt_length: int) -> int:
+        return prompt_length if self.protect == "prompt" else int(self.protect)
+
+
+def settle(
+    policy: str | Policy = "beacon",
+    budget: int | None = None,
+    window: int = DEFAULT_WINDOW,
+    beacons: int = DEFAULT_BEACONS,
+    recents: int = DEFAULT_RECENTS,
+    protect: str | int = "prompt",
+) -> EvictionSettings | None:
+    """The settings of an engine, or None for a full cache. Numbers other than the defaults replace the
+    policy's own.
+
+    Raises ValueError for whatever is impossible together, with what is possible; nothing is ignored silently.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}: possible are {', '.join(POLICIES)}")
+        policy = POLICIES[policy]
+    for name, value in (("window", window), ("beacons", beacons), ("recents", recents)):
+        _whole(name, value)
+    if protect != "prompt":
+        _whole("protect", protect, or_else="'prompt' or ")
+    if policy.ranking == "none":
+        if budget is not None:
+            raise ValueError(
+                f"budget={budget}: policy {policy.name!r} keeps everything; leave the budget out"
+            )
+        return None
+    plain = replace(policy)
+    policy = _overridden(policy, window, beacons, recents)
+    if budget is None:
+        if policy != plain or policy.name != "beacon" or protect != "prompt":
+            raise ValueError(
+                f"budget=None: policy {policy.name!r} and its numbers act only under a budget; give one"
+            )
+        return None
+    _whole("budget", budget, least=1)
+    settings = EvictionSettings(policy, budget, protect)
+    if settings.kept <= settings.window:
+        always = settings.window
+        smallest = next(b for b in range(1, budget + 9 * always + 9) if b - max(1, b // 8) > always)
+        raise ValueError(
+            f"budget={budget}: an eviction leaves {settings.kept} tokens and the newest {always} always "
+            f"stay, so nothing could be chosen; the smallest budget possible is {smallest}"
+        )
+    return settings
+
+
+def _overridden(policy: Policy, window: int, beacons: int, recents: int) -> Policy:
+    """The policy with the user's numbers, where they differ from the defaults and the policy has such a
+    number."""
+    changes = {}
+    for name, value, default, has in (
+        ("window", window, DEFAULT_WINDOW, policy.ranking != "newest"),
+        ("beacons", beacons, DEFAULT_BEACONS, policy.beacons > 0),
+        ("recents", recents, DEFAULT_RECENTS, policy.recents > 0),
+    ):
+        if value == default:
+            continue
+        if not has:
+            raise ValueError(f"{name}={value}: policy {policy.name!r} has no {name}; leave it out")
+        changes[name] = value
+    policy = replace(policy, **changes)
+    if policy.ranking == "queries" and policy.beacons + policy.recents == 0:
+        raise ValueError("beacons=0 and recents=0: at least one query is needed to rank the tokens")
+    if policy.beacons == 0:
+        policy = replace(policy, select="none")  # rows of recents alone stay across evictions
+    return policy
+
+
+def _whole(name: str, value: object, least: int = 0, or_else: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: {or_else}a whole number of at least {least} is possible")

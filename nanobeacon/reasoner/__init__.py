@@ -1,0 +1,13 @@
+"""The embedded tiny reasoner: a model of 0.6 M parameters that has to go back to facts while it works.
+
+`task.py` poses and grades problems, `train.py` makes a checkpoint, `checkpoint/` is the shipped one: an
+ordinary Qwen3 folder that the engine (or transformers) loads like any other. This package knows nothing about
+the engine, its cache or its policies.
+"""
+
+from pathlib import Path
+
+
+def folder() -> Path:
+    """The shipped checkpoint: config, safetensors, tokenizer and generation defaults."""
+    return Path(__file__).parent / "checkpoint"

@@ -1,0 +1,158 @@
+"""What a user asks for and how far it has come: `SamplingParams`, `Request`.
+
+Knows nothing of tensors, models or text: a request is token ids, lengths and pages.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends. None: the checkpoint's generation_config decides, else
+    neutral.
+
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; max_tokens None is what the context leaves;
+    logprobs=k returns each token's log-probability and the k best, before temperature and filters.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] | list[str] = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        )
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        whole = {"max_tokens": 1, "top_k": 0, "n": 1, "logprobs": 0, "seed": None}
+        for name, least in whole.items():
+            value = getattr(self, name)
+            if value is None and name != "n":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+                wanted = "a whole number" + ("" if least is None else f" of at least {least}")
+                raise ValueError(f"{name}={value!r}: {wanted} is possible")
+        ranges = {
+            "temperature": (lambda v: v >= 0, "a number of at least 0"),
+            "top_p": (lambda v: 0 < v <= 1, "a number above 0 and up to 1"),
+            "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
+        }
+        for name, (possible, wanted) in ranges.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or not possible(value):
+                raise ValueError(f"{name}={value!r}: {wanted} is possible")
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop={list(self.stop)!r}: strings that are not empty are possible")
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in self.stop_token_ids):
+            raise ValueError(
+                f"stop_token_ids={list(self.stop_token_ids)!r}: token ids (0 and up) are possible"
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos={self.ignore_eos!r}: True or False is possible")
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingParams":
+        """Every open sampling field filled from `defaults`, else with its neutral value (greedy)."""
+        neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return replace(
+            self,
+            **{k: defaults.get(k, v) for k, v in neutral.items() if getattr(self, k) is None},
+        )
+
+
+def params_from(options: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from a mapping; an option that does not exist is an error that lists those that do."""
+    known = [f.name for f in fields(SamplingParams)]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"sampling option {name!r}: possible are {', '.join(known)}")
+    return SamplingParams(**options)
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion on its way. Three lengths and how they relate:
+
+    num_tokens = prompt + output, what was read or sampled; num_computed <= num_tokens, the positions whose
+    keys and values were computed; cached_length <= num_computed, the slots still held, which eviction lowers.
+    The next position is num_computed, the next slot is cached_length: one is logical, the other physical.
+    """
+
+    arrival: int  # number of its prompt in the order of arrival; the n completions of one prompt share it
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    protected: int  # first tokens that no eviction touches
+    completion: int = 0
+    seed: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    forced: list[int] | None = None  # output tokens that are given instead of sampled
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    trace: list[Any] = field(default_factory=list)
+    stream: Any = None  # its growing text, where there is a tokenizer
+    pieces: list[str] = field(default_factory=list)  # text that nobody has taken yet
+    on_logits: Callable[[int, Any], None] | None = None  # sees (index, logits) of each output token
+    finish_reason: str | None = None
+    error: str | None = None
+
+    num_computed: int = 0
+    cached_length: int = 0
+    pages: list[int] = field(default_factory=list)
+    pages_changed: bool = False  # the device's page table does not know them yet
+    row: int = 0  # its row of the query buffer and of the page table; 0 is nobody's
+    buffer_count: int = 0  # queries held in that row, for policies that reduce
+    leader: "Request | None" = None  # completion of the same prompt whose prefill this one waits for
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next step feeds one sampled token, all before it being computed."""
+        return self.num_computed >= len(self.prompt_token_ids) and self.num_tokens - self.num_computed == 1
+
+    @property
+    def evictable(self) -> int:
+        """L of section 3: cached tokens that count against the budget (negative while protected ones are
+        missing)."""
+        return self.cached_length - self.protected
+
+    def chance(self, purpose: str, position: int) -> float:
+        """A number in [0, 1) that depends on the request's seed, the purpose and the position alone."""
+        return random.Random(f"{purpose} {self.seed} {self.completion} {position}").random()
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids of the logical positions [start, stop)."""
+        prompt = len(self.prompt_token_ids)
+        if start >= prompt:
+            return self.output_token_ids[start - prompt : stop - prompt]
+        return (self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - prompt)])[
+            : stop - start
+        ]
+
+    def append(self, token_id: int) -> None:
+        """Take a sampled token; decides whether it ends the request (stop strings are decided on the
+        text)."""
+        self.output_token_ids.append(token_id)
+        ends = token_id in self.params.stop_token_ids
+        ends = ends or (token_id in self.eos_token_ids and not self.params.ignore_eos)
+        if ends and self.forced is None:
+            self.finish_reason = "stop"
+        elif len(self.output_token_ids) >= self.max_tokens:
+            self.finish_reason = "length"

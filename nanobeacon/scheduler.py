@@ -1,0 +1,169 @@
+"""Who runs next: admission, prefill chunks, decode rows, preemption, abort. Pure Python.
+
+Knows counts and pages, never tensors, tokens' values or text. What is cut where depends on a request alone;
+what runs together depends on who is here.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from .pages import PagePool
+from .request import Request
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of one forward pass: each request and how many of its next tokens it computes."""
+
+    requests: list[Request]
+    lengths: list[int]
+    prefill: bool
+
+
+class Scheduler:
+    """Requests in arrival order, `max_num_seqs` seats, one pool. budget None: the cache grows with the
+    output."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        max_num_seqs: int,
+        chunk: int,
+        budget: int | None = None,
+        max_prefill_tokens: int = 2048,
+    ) -> None:
+        self.pool, self.page_size, self.chunk, self.budget = pool, page_size, chunk, budget
+        self.max_prefill_tokens = max(chunk, max_prefill_tokens)  # a step can always take one whole chunk
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission
+        self.preemptions = 0
+        self._rows = list(range(max_num_seqs, 0, -1))
+        self._decode_next = False
+
+    def tokens_held(self, request: Request) -> int:
+        """The most slots the request can ever hold."""
+        total = len(request.prompt_token_ids) + request.max_tokens
+        return total if self.budget is None else min(total, request.protected + self.budget)
+
+    def fits(self, request: Request) -> bool:
+        """Whether the pool, empty, could serve it: else it would wait for ever."""
+        return self._pages_for(self.tokens_held(request)) <= self.pool.num_pages - 1
+
+    def add(self, request: Request) -> None:
+        assert self.fits(request), "the engine refuses what can never fit"
+        self.waiting.append(request)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def plan(self) -> Plan | None:
+        """The next forward pass, or None when nobody waits or runs. Prefill and decode steps take turns."""
+        self._admit()
+        decoders = [r for r in self.running if r.decodes]
+        plan = None if self._decode_next and decoders else self._plan_prefill()
+        if plan is None and decoders:
+            plan = self._plan_decode(decoders)
+        self._decode_next = plan is not None and plan.prefill
+        return plan
+
+    def finish(self, request: Request) -> None:
+        """Forget a request, wherever it is; its pages and its row are free again."""
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def next_chunk(self, request: Request) -> int:
+        """Tokens of the next prefill chunk: up to a multiple of `chunk`, and never past the budget (section
+        3)."""
+        length = min(
+            request.num_tokens - request.num_computed, self.chunk - request.num_computed % self.chunk
+        )
+        return length if self.budget is None else min(length, self.budget - request.evictable)
+
+    def check(self) -> None:
+        """Prove the pool and the seats against the running requests."""
+        self.pool.check(r.pages for r in self.running)
+        rows = [r.row for r in self.running]
+        assert len(set(rows) | set(self._rows)) == len(rows) + len(self._rows), "a row has two owners"
+        assert all(r.cached_length <= len(r.pages) * self.page_size for r in self.running), (
+            "slots without pages"
+        )
+        assert not any(r.pages or r.row for r in self.waiting), "a waiting request holds something"
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _admit(self) -> None:
+        """First come, first served: the head of the queue waits until its pages and a seat are there."""
+        while self.waiting and self._rows:
+            request = self.waiting[0]
+            leader = next((r for r in self.running if self._can_lead(r, request)), None)
+            alike = min(request.protected, len(request.prompt_token_ids)) // self.page_size
+            shared = leader.pages[:alike] if leader else []
+            tokens = request.num_tokens + 1 if self.budget is None else self.tokens_held(request)
+            wanted = self._pages_for(min(tokens, self.tokens_held(request))) - len(shared)
+            # Pages that those who grow will want soon: without them an admission would be preempted at once.
+            spare = len(self.running) if self.budget is None else 0
+            if wanted + spare > self.pool.free_count:
+                return
+            pages = self.pool.allocate(wanted, grows=self.budget is None)
+            assert pages is not None
+            self.pool.share(shared)
+            request.pages, request.pages_changed = shared + pages, True
+            request.row, request.leader = self._rows.pop(), leader
+            self.running.append(self.waiting.popleft())
+
+    @staticmethod
+    def _can_lead(runner: Request, request: Request) -> bool:
+        """Whether `runner` is a completion of the same prompt whose prefill still lies ahead of both."""
+        same = runner.arrival == request.arrival and runner.leader is None
+        return same and not runner.output_token_ids and not request.output_token_ids
+
+    def _plan_prefill(self) -> Plan | None:
+        requests, lengths = [], []
+        for request in self.running:
+            if request.decodes or request.leader is not None:
+                continue
+            length = self.next_chunk(request)
+            if requests and sum(lengths) + length > self.max_prefill_tokens:
+                break
+            requests.append(request)
+            lengths.append(length)
+        return Plan(requests, lengths, True) if requests else None
+
+    def _plan_decode(self, decoders: list[Request]) -> Plan | None:
+        """One token for each, oldest first; whoever needs a page when none is left preempts the newest."""
+        ready = []
+        for request in decoders:
+            while request.row and request.cached_length >= len(request.pages) * self.page_size:
+                page = self.pool.allocate(1, after=request.pages[-1])
+                if page is not None:
+                    request.pages.extend(page)
+                    request.pages_changed = True
+                else:
+                    self._preempt(self.running[-1])
+            if request.row:
+                ready.append(request)
+        ready = [r for r in ready if r.row]
+        return Plan(ready, [1] * len(ready), False) if ready else self._plan_prefill()
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the head of the queue; its keys and values are computed again later."""
+        assert self.budget is None, "an evicted cache cannot be recomputed"
+        self.preemptions += 1
+        self.running.remove(request)
+        self._release(request)
+        request.num_computed = request.cached_length = 0
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        self._rows.append(request.row)
+        request.pages, request.row, request.buffer_count = [], 0, 0
+        followers = [r for r in self.running if r.leader is request]
+        for follower in followers:  # the first of them takes over the prefill, on the pages they share
+            follower.leader = followers[0] if follower is not followers[0] else None
+        request.leader = None

@@ -1,0 +1,311 @@
+"""Every Triton kernel against its reference, under Triton's interpreter on a CPU.
+
+Triton decides while it is imported whether its functions are interpreted, so these cases need a process that sets
+TRITON_INTERPRET first, whatever else the suite has imported. The one test collected here starts it; the cases are
+called case_* and are collected there only. By hand, for one of them:
+    TRITON_INTERPRET=1 pytest -o python_functions=case_ tests/test_triton_kernels.py -k store
+The interpreter runs the threads of a program as one: a missing barrier does not show here, but in test_gpu.py.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanobeacon.kernels import choose, reference  # noqa: E402
+
+# G, D, P, dtype: every value of each, not their product.
+SHAPES = [
+    (1, 64, 8, torch.float32),
+    (3, 80, 16, torch.float16),
+    (4, 96, 32, torch.float32),
+    (7, 128, 8, torch.float32),
+    (8, 64, 16, torch.bfloat16),
+    (4, 128, 16, torch.bfloat16),
+]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+shapes = pytest.mark.parametrize("group, dim, page, dtype", SHAPES)
+
+
+def test_triton_equals_the_reference_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-o", "python_functions=case_", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory from torch.empty holds NaN (and the largest integers): nothing may be read that was not written."""
+    torch.manual_seed(0)
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    with pytest.MonkeyPatch.context() as patch:
+        widen_bfloat16(patch)
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def widen_bfloat16(patch):
+    """The interpreter holds bf16 as 16-bit integers, and tl.dot multiplies those; here it sees float32."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    plain = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest):
+        a, b = (self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return plain(self, a, b, *rest)
+
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def kernels(dim=64, page=16):
+    chosen = choose("cpu", dim, page)
+    assert chosen is not reference
+    return chosen
+
+
+def close(ours, expected, dtype=torch.float32):
+    torch.testing.assert_close(ours.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def make_cache(lengths, page, dim, dtype, layers=1, heads=2):
+    """Keys, values, positions and page table of requests whose pages are shuffled; what they do not hold is poison."""
+    pages_of = [-(-length // page) for length in lengths]
+    order = (torch.randperm(sum(pages_of)) + 1).tolist()  # page 0 is scratch
+    table = torch.full((len(lengths), max(pages_of) + 1), 2**30, dtype=torch.int32)
+    keys = torch.full((layers, heads, sum(pages_of) + 1, page, dim), torch.nan, dtype=dtype)
+    values, positions = keys.clone(), torch.full(keys.shape[:-1], -(2**30), dtype=torch.int32)
+    for r, length in enumerate(lengths):
+        mine, order = order[: pages_of[r]], order[pages_of[r] :]
+        table[r, : len(mine)] = torch.tensor(mine)
+        for slot in range(length):
+            at = (slice(None), slice(None), mine[slot // page], slot % page)
+            keys[at], values[at] = (torch.randn(layers, heads, dim, dtype=dtype) for _ in range(2))
+            positions[at] = 2 * slot + torch.randint(2, (layers, heads), dtype=torch.int32)  # evicted ones between
+    return keys, values, positions, table
+
+
+@shapes
+def case_store(group, dim, page, dtype):
+    tokens, heads, rows, capacity = 5, 2, 4, 8
+    qkv = torch.randn(tokens, (group + 2) * heads, dim, dtype=dtype)
+    angles = torch.randn(tokens, dim // 2)
+    slots = torch.randperm(3 * page)[:tokens]
+    slots[-1] = 0  # a padded row: the scratch page, the scratch row
+    buffer_rows, buffer_slots = torch.tensor([1, 3, 1, 2, 0]), torch.tensor([7, 0, 2, 5, 0])
+    results = []
+    for implementation in (kernels(dim, page), reference):
+        keys, values = torch.full((2, heads, 3, page, dim), torch.nan, dtype=dtype)
+        buffer = torch.full((rows, 3, group * heads, capacity, dim), torch.nan, dtype=dtype)
+        q = implementation.store(
+            qkv, angles.cos(), angles.sin(), slots, keys, values, buffer[:, 1], buffer_rows, buffer_slots
+        )
+        again = implementation.store(qkv, angles.cos(), angles.sin(), slots, keys, values)
+        assert torch.equal(q, again)
+        results.append([x.nan_to_num(777.0) for x in (q, keys, values, buffer)])
+    for ours, expected in zip(*results, strict=True):
+        close(ours, expected, dtype)
+
+
+def case_store_of_equal_slots_leaves_the_others_alone():
+    """Two padded rows of one graph: whichever wins, only scratch changes."""
+    qkv, angles = torch.randn(3, 4, 64), torch.randn(3, 32)
+    keys, values = torch.full((2, 1, 2, 8, 64), torch.nan)
+    kernels().store(qkv, angles.cos(), angles.sin(), torch.tensor([0, 0, 9]), keys, values)
+    assert keys.view(-1, 64).isnan().any(1).nonzero().flatten().tolist() == [*range(1, 9), *range(10, 16)]
+
+
+def run_attention(implementation, q, cache, lengths, counts, longest=None):
+    keys, values, _, table = cache
+    borders = torch.tensor([0, *counts]).cumsum(0).int()
+    return implementation.paged_attention(
+        q, keys[0], values[0], table, torch.tensor(lengths).int(), borders, max(counts), longest or max(lengths), 0.1
+    )
+
+
+@shapes
+@pytest.mark.parametrize("longest", [None, 700])  # one split, or several of which most are empty
+def case_decode_attention(group, dim, page, dtype, longest):
+    lengths = [1, page, page + 1, 70]
+    cache = make_cache(lengths, page, dim, dtype)
+    q = torch.randn(len(lengths), 2 * group, dim, dtype=dtype)
+    ours = run_attention(kernels(dim, page), q, cache, lengths, [1] * 4, longest)
+    close(ours, run_attention(reference, q, cache, lengths, [1] * 4), dtype)
+
+
+def case_decode_attention_over_many_tiles_and_splits():
+    for length in (127, 128, 129, 512, 600):
+        cache = make_cache([length, 3], 16, 16, torch.float32, heads=1)
+        q = torch.randn(2, 1, 16)
+        ours = run_attention(kernels(16, 16), q, cache, [length, 3], [1, 1])
+        close(ours, run_attention(reference, q, cache, [length, 3], [1, 1]))
+
+
+def case_decode_attention_of_scratch_rows():
+    """Padded rows of a graph: one slot on the scratch page, or none at all; neither harms its neighbours."""
+    keys, values, positions, table = make_cache([20], 16, 64, torch.float32)
+    keys[:, :, 0, 0] = values[:, :, 0, 0] = 1.0
+    table = torch.cat((table, torch.zeros_like(table), torch.zeros_like(table)))
+    q = torch.randn(3, 2, 64)
+    for longest in (20, 700):
+        borders, lengths = torch.arange(4).int(), torch.tensor([20, 1, 0]).int()
+        ours = kernels().paged_attention(q, keys[0], values[0], table, lengths, borders, 1, longest, 0.1)
+        close(ours[:1], run_attention(reference, q[:1], (keys, values, positions, table[:1]), [20], [1]))
+        close(ours[1], torch.ones(2, 64))
+
+
+@shapes
+def case_prefill_attention(group, dim, page, dtype):
+    """A chunk on top of cached slots, a whole prompt, one query, and a chunk over more than one block and tile."""
+    lengths, counts = [page + 3, page, 2 * page + 1, 90], [2, page, 1, 40]
+    cache = make_cache(lengths, page, dim, dtype)
+    q = torch.randn(sum(counts), 2 * group, dim, dtype=dtype)
+    ours = run_attention(kernels(dim, page), q, cache, lengths, counts)
+    close(ours, run_attention(reference, q, cache, lengths, counts), dtype)
+
+
+def clustered(batch, n, dim, dtype=torch.float32):
+    """Queries as they are: a few clusters, exact duplicates, a zero row."""
+    centres = torch.randn(batch, 5, dim)
+    queries = centres[:, torch.randint(5, (n,))] + 0.3 * torch.randn(batch, n, dim)
+    queries[:, n // 2] = queries[:, 0]
+    queries[:, n - 1] = queries[:, 0]
+    queries[:, n // 3] = 0
+    return queries.to(dtype)
+
+
+@pytest.mark.parametrize(
+    "n, dim, m, dtype",
+    [
+        (48, 64, 16, torch.float32),
+        (63, 80, 4, torch.float16),
+        (64, 96, 1, torch.float32),
+        (130, 128, 16, torch.bfloat16),
+        (200, 16, 7, torch.float32),
+        (16, 64, 16, torch.float32),
+    ],
+)
+def case_fps(n, dim, m, dtype):
+    counts = torch.tensor([n, n - 1, m, m - 1, m + 1, 0]).int().clamp(max=n)
+    queries = clustered(len(counts), n, dim, dtype)
+    for b, count in enumerate(counts.tolist()):
+        queries[b, count:] = torch.nan
+    expected = reference.fps(queries.nan_to_num(), counts, m)
+    assert torch.equal(kernels(dim).fps(queries, counts, m), expected)
+    assert all(len(set(picks)) == m for picks in expected.tolist())
+
+
+def case_fps_of_equal_queries_takes_them_in_order():
+    queries = torch.ones(1, 70, 64) * torch.rand(70, 1).add(0.5)
+    picks = kernels().fps(queries, torch.tensor([70]).int(), 5)
+    assert picks.tolist() == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    "capacity, dim, m, dtype",
+    [
+        (32, 128, 16, torch.bfloat16),
+        (32, 80, 16, torch.float32),
+        (48, 96, 31, torch.float32),
+        (5, 64, 1, torch.float16),
+        (80, 64, 16, torch.float32),  # more than a tile holds: the reference
+        (16, 64, 16, torch.float32),  # nothing to do
+    ],
+)
+def case_reduce(capacity, dim, m, dtype):
+    layers, heads, rows = 2, 3, torch.tensor([2, 1, 4])
+    counts = torch.tensor([capacity, min(m + 1, capacity), m]).int()
+    buffer = clustered(5 * layers * heads, capacity, dim, dtype).view(5, layers, heads, capacity, dim)
+    positions = torch.randint(1000, buffer.shape[:-1], dtype=torch.int32)
+    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+        buffer[row, :, :, count:] = torch.nan if capacity <= 64 else 0
+    ours, expected = (buffer.clone(), positions.clone()), (buffer.nan_to_num(), positions.clone())
+    kernels(dim).reduce(*ours, rows, counts, m)
+    reference.reduce(*expected, rows, counts, m)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert torch.equal(mine[rows, :, :, :m], theirs[rows, :, :, :m])
+        assert torch.equal(mine[[0, 3]].nan_to_num(), theirs[[0, 3]].nan_to_num())  # rows not due
+
+
+def make_scores(group, dim, page, dtype, n=6, layers=2, lengths=(37, 16, 5)):
+    keys, _, positions, table = make_cache(lengths, page, dim, dtype, layers)
+    queries = torch.randn(len(lengths), layers, 2 * group, n, dim, dtype=dtype)
+    at = torch.randint(2 * max(lengths), queries.shape[:-1], dtype=torch.int32)
+    at[..., : n // 2] = 2 * max(lengths)  # beacons, at the current position, see all
+    at[..., 0] = -1  # absent
+    at[0, 0, 0] = -1  # a head without any query
+    at[-1, :, :, 1:] = 0  # queries that see nothing, or the first key only
+    return queries, at, keys, positions, table, torch.tensor(lengths).int()
+
+
+COMBINATIONS = [("max", "max"), ("max", "mean"), ("layer", "sum"), ("logits", "mean"), ("layer", "max"), ("logits", "max")]
+
+
+@pytest.mark.parametrize("shape, combination", [*zip(SHAPES, COMBINATIONS, strict=True), (SHAPES[3], ("max", "max"))])
+def case_scores(shape, combination):
+    """Domains inside a page, across its border, past the cached length, and empty."""
+    group, dim, page, dtype = shape
+    arguments = make_scores(group, dim, page, dtype)
+    for domains in ([[0, 37], [3, 16], [0, 99]], [[7, 18], [0, 15], [4, 4]]):
+        domains = torch.tensor(domains).int()
+        results = [
+            implementation.scores(*arguments, domains, dim**-0.5, 41, *combination)
+            for implementation in (kernels(dim, page), reference)
+        ]
+        assert results[0].shape == (3, 2, 2, 41)
+        close(*results, dtype)
+
+
+def case_scores_over_many_tiles_splits_and_blocks_of_heads():
+    """32 queries a head, 7 heads: two blocks; 300 slots: several tiles and splits."""
+    arguments = make_scores(7, 64, 16, torch.float32, n=32, layers=1, lengths=(300, 129))
+    domains = torch.tensor([[0, 300], [64, 128]]).int()
+    for combination in COMBINATIONS:
+        results = [
+            implementation.scores(*arguments, domains, 0.125, 300, *combination)
+            for implementation in (kernels(), reference)
+        ]
+        close(*results)
+
+
+@shapes
+def case_compact(group, dim, page, dtype):
+    """Requests of different lengths and starts, at page borders and inside; all keep the same number."""
+    lengths, kept, layers = [75, 70, 2 * page + 40], 33, 2
+    cache = make_cache(lengths, page, dim, dtype, layers)
+    start = torch.tensor([page, 5, 2 * page]).int()
+    keep = torch.stack([
+        torch.stack([first + torch.randperm(length - first)[:kept].sort().values for _ in range(2 * layers)])
+        for first, length in zip(start.tolist(), lengths, strict=True)
+    ]).view(3, layers, 2, kept).int()  # fmt: skip
+    results = [[x.clone() for x in cache[:3]] for _ in range(2)]
+    kernels(dim, page).compact(*results[0], cache[3], keep, start)
+    reference.compact(*results[1], cache[3], keep, start)
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours.nan_to_num(777.0), expected.nan_to_num(777.0))
+
+
+def case_compact_over_many_tiles():
+    """Nearly all kept: every tile overlaps the one before it; and all kept: nothing moves."""
+    keys, values, positions, table = make_cache([200], 8, 16, torch.float32, heads=1)
+    keep = torch.tensor([i for i in range(200) if i % 67 != 5]).int()
+    for kept in (keep, torch.arange(200).int()):
+        ours, expected = ([x.clone() for x in (keys, values, positions)] for _ in range(2))
+        arguments = (table, kept.view(1, 1, 1, -1), torch.tensor([0]).int())
+        kernels(16, 8).compact(*ours, *arguments)
+        reference.compact(*expected, *arguments)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ours, expected, strict=True))
+
+
+def case_the_seam_gives_what_triton_cannot_to_the_reference():
+    for device, dim, page in (("cpu", 72, 16), ("cpu", 272, 16), ("cpu", 64, 24), ("meta", 64, 16)):
+        assert choose(device, dim, page) is reference
+    assert choose("cpu", 256, 1) is not reference
