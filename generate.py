@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 EXAMPLE = (
     "A baker fills 17 trays with 164 rolls: a small tray holds 8, a large one 12. The oven takes 4 trays at "
-    "a time, all of one size; small trays bake for 14 minutes, large ones for 18. How many trays of each size "
+    "a time, all of one size; small trays bake for 14 minutes, large ones for 18. How many of each size "
     "are there, and how long does the baking take at least? Work step by step and check the result."
 )
 
@@ -30,7 +30,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     p = Parser(
-        description="Generate text with a Qwen3, Qwen2 or Llama checkpoint, its KV cache within a budget."
+        prog="generate.py",
+        description="Generate text with a Qwen3, Qwen2 or Llama checkpoint, its KV cache within a budget.",
     )
     p.add_argument("--model", default=DEFAULT_MODEL, help="folder or hub id (default: %(default)s)")
     what = p.add_mutually_exclusive_group()
@@ -90,7 +91,7 @@ def load(options: argparse.Namespace) -> Any:
         device=options.device,
         dtype=options.dtype,
         seed=options.seed,
-        max_num_seqs=max(16, options.n) if options.n > 0 else 16,
+        max_num_seqs=min(options.n, 64),
         budget=options.budget,
         policy=options.policy,
         window=options.window,
@@ -206,6 +207,7 @@ def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
 def converse(llm: Any, options: argparse.Namespace) -> int:
     """Turns from standard input until it ends; the prompt of each is the whole conversation."""
     messages: list[dict[str, str]] = []
+    turns: list[Any] = []
     try:
         while True:
             print("> ", end="", file=sys.stderr, flush=True)
@@ -218,6 +220,7 @@ def converse(llm: Any, options: argparse.Namespace) -> int:
             requests = llm.submit([llm.chat_prompt(messages, not options.no_thinking)], params(options))
             if requests[0].error:
                 raise ValueError(requests[0].error)
+            turns += requests
             pieces = llm.run(requests)
             try:
                 (watch if options.json else show)(pieces, requests)
@@ -232,7 +235,7 @@ def converse(llm: Any, options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        print(closing_lines(llm, []), file=sys.stderr)
+        print(closing_lines(llm, turns), file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .config import ModelConfig
 from .policies import EvictionSettings
 from .request import Request
 from .scheduler import Plan
@@ -22,9 +23,7 @@ class KVCache:
 
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        config: ModelConfig,
         num_pages: int,
         page_size: int,
         num_rows: int,
@@ -32,7 +31,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_kv_heads, num_pages, page_size)
+        shape = (config.num_layers, config.num_kv_heads, num_pages, page_size)
+        head_dim = config.head_dim
         self.keys = torch.empty(*shape, head_dim, dtype=dtype, device=device)
         self.values = torch.empty(*shape, head_dim, dtype=dtype, device=device)
         self.positions = torch.empty(shape, dtype=torch.int32, device=device)
@@ -94,16 +94,15 @@ class QueryBuffer:
     def __init__(
         self,
         settings: EvictionSettings | None,
+        config: ModelConfig,
         num_rows: int,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.settings = settings if settings is not None and settings.capacity else None
         self.capacity = settings.capacity if settings is not None else 0
-        shape = (num_rows, num_layers, num_heads, self.capacity)
+        shape = (num_rows, config.num_layers, config.num_heads, self.capacity)
+        head_dim = config.head_dim
         self.buffer = torch.empty(*shape, head_dim, dtype=dtype, device=device)
         self.positions = torch.full(shape, -1, dtype=torch.int32, device=device)
 

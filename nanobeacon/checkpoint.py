@@ -111,12 +111,12 @@ def load_into(views: Mapping[str, Tensor], checkpoint: Checkpoint, progress: boo
 
 
 def generation_defaults(folder: str | Path) -> dict[str, float]:
-    """What transformers would sample with: temperature, top_k, top_p, min_p; or temperature 0 alone."""
+    """How generation_config.json samples: temperature, top_k, top_p, min_p; or temperature 0 alone."""
     path = Path(folder, "generation_config.json")
     raw = read_json(path) if path.exists() else {}
     if not field(raw, "do_sample", bool, False):
         return {"temperature": 0.0}
-    usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return {name: field(raw, name, type(default), default, 0) for name, default in usual.items()}
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from .policies import EvictionSettings
+
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 DTYPES = ("bfloat16", "float16", "float32")
 # RoPE kind -> the numbers it takes from the file; those of REQUIRED must be there
@@ -92,11 +94,12 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
     require(quantization is None, "quantization_config", quantization, "absent: bf16, fp16 or fp32 only")
     require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
     # Qwen's window is off unless switched on, and begins at max_window_layers; layer_types overrules both
-    window, full = raw.get("sliding_window"), ["full_attention"] * layers
+    window, types = raw.get("sliding_window"), raw.get("layer_types")
     slides = get("use_sliding_window", bool, family == "llama") and window is not None
     slides = slides and (family == "llama" or get("max_window_layers", default=28, least=0) < layers)
-    types = raw.get("layer_types") or (None if slides else full)
-    require(types == full, "sliding_window", (window, types), "off in all layers")
+    if isinstance(types, list) and types:
+        slides = len(types) != layers or any(kind != "full_attention" for kind in types)
+    require(not slides, "sliding_window", (window, types), "off in all layers")
     rope, context = _rope(raw, get("max_position_embeddings"))
     # From here on in the order of ModelConfig's fields
     sizes = (layers, hidden, get("intermediate_size"), heads, kv_heads, int(head_dim), get("vocab_size"))
@@ -159,3 +162,42 @@ def _rope(raw: dict, context: int) -> tuple[RopeConfig, int]:
     # As in transformers, the base of dynamic grows from max_position_embeddings on, whatever the original
     rope = replace(rope, original_max_position_embeddings=context if kind == "dynamic" else original)
     return rope, context if kind in ("default", "llama3") else max(context, int(original * rope.factor))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs, checked option by option; what each means stands at `LLM`."""
+
+    seed: int | None = None
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    gpu_memory: float = 0.9
+    chunk: int = 512
+    cuda_graphs: bool = True
+    eviction: EvictionSettings | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        open_ones = ("seed", "max_model_len", "num_pages")
+        for name in ("seed", "max_num_seqs", "max_model_len", "page_size", "num_pages", "chunk"):
+            value = getattr(self, name)
+            if value is None and name in open_ones:
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or (name != "seed" and value < 1):
+                least = "" if name == "seed" else " of at least 1"
+                raise ValueError(f"{name}={value!r}: a whole number{least} is possible")
+        memory = self.gpu_memory
+        if not isinstance(memory, int | float) or isinstance(memory, bool) or not 0 < memory <= 1:
+            raise ValueError(f"gpu_memory={memory!r}: a share above 0 and up to 1 is possible")
+        for name in ("cuda_graphs", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: True or False is possible")
+
+    def check_length(self, context: int) -> None:
+        """max_model_len can only lower what the model's positions allow."""
+        if (self.max_model_len or 0) > context:
+            allowed = f"the model's positions allow {context}, RoPE scaling counted in"
+            raise ValueError(f"max_model_len={self.max_model_len}: {allowed}")

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .batch import Batch
 from .cache import KVCache, QueryBuffer
-from .engine_config import EngineConfig
+from .config import EngineConfig
 from .eviction import Evictor
+from .graphs import DecodeGraphs
 from .models.decoder import Decoder
 from .pages import PagePool
 from .request import Request, SamplingParams
@@ -56,40 +57,28 @@ class Engine:
         rows, page_size = config.max_num_seqs + 1, config.page_size
         self.max_model_len = config.max_model_len or shape.max_position_embeddings
         self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
-        self.queries = QueryBuffer(
-            config.eviction, rows, shape.num_layers, shape.num_heads, shape.head_dim, dtype, device
-        )
+        self.queries = QueryBuffer(config.eviction, shape, rows, dtype, device)
         pages_each = -(-self.max_model_len // page_size)
         page_bytes = 2 * shape.num_layers * shape.num_kv_heads * page_size * shape.head_dim * dtype.itemsize
         num_pages = config.num_pages or self._pages_that_fit(pages_each, page_bytes)
         self.pool = PagePool(num_pages + 1)
-        self.cache = KVCache(
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
-            num_pages + 1,
-            page_size,
-            rows,
-            min(pages_each, num_pages),
-            dtype,
-            device,
-        )
+        most = min(pages_each, num_pages)
+        self.cache = KVCache(shape, num_pages + 1, page_size, rows, most, dtype, device)
         budget = config.eviction.budget if config.eviction else None
         self.scheduler = Scheduler(self.pool, page_size, config.max_num_seqs, config.chunk, budget)
         self.evictor = Evictor(
             config.eviction, self.cache, self.queries, model.rope, model.kernels, trace=config.trace
         )
+        self.graphs = None
+        if config.cuda_graphs and device.type == "cuda":
+            bound = most * page_size
+            self.graphs = DecodeGraphs(model, self.cache, self.queries, config.max_num_seqs, bound)
         self.stats = Stats()
         self._arrivals = 0
-        log.info(
-            "%s on %s: %d pages of %d tokens, %.2f GB; query buffers %.1f MB",
-            str(dtype).removeprefix("torch."),
-            device,
-            num_pages,
-            page_size,
-            num_pages * page_bytes / 1e9,
-            rows * self.queries.row_bytes / 1e6,
-        )
+        pool, buffers = num_pages * page_bytes / 1e9, rows * self.queries.row_bytes / 1e6
+        name = str(dtype).removeprefix("torch.")
+        sizes = f"{num_pages} pages of {page_size} tokens, {pool:.2f} GB; query buffers {buffers:.1f} MB"
+        log.info("%s on %s: %s", name, device, sizes)
 
     def _pages_that_fit(self, pages_each: int, page_bytes: int) -> int:
         """GPU: `gpu_memory` of what is free now; CPU: what `max_num_seqs` requests need, CPU_POOL at most."""
@@ -183,7 +172,10 @@ class Engine:
         if plan is None:
             return []
         batch = Batch.build(plan, self.cache, self.queries)
-        hidden = self.model(batch, self.cache, self.queries)
+        if self.graphs is not None and not plan.prefill:
+            hidden = self.graphs(batch)
+        else:
+            hidden = self.model(batch, self.cache, self.queries)
         self.queries.advance(plan, batch.observation)
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             request.num_computed += length

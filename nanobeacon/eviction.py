@@ -90,9 +90,11 @@ class Evictor:
         page_table = self.cache.page_table[rows, : -(-longest // self.cache.page_size)]
         start = torch.tensor([r.protected for r in requests], dtype=torch.int32, device=device)
         evictable = settings.budget - settings.window
-        index = start[:, None] + torch.arange(evictable, dtype=torch.int32, device=device)
+        index = start[:, None].long() + torch.arange(evictable, device=device)
         ranks = self._ranks(requests, rows, page_table, index, longest)
-        best = ranks.sort(stable=True, dim=-1, descending=True).indices[..., : settings.kept - settings.window]
+        best = ranks.sort(stable=True, dim=-1, descending=True).indices[
+            ..., : settings.kept - settings.window
+        ]
         newest = torch.arange(evictable, settings.budget, device=device).expand(*ranks.shape[:3], -1)
         keep = torch.cat((best.sort(-1).values, newest), dim=-1).int() + start[:, None, None, None]
         cache = self.cache
@@ -122,7 +124,7 @@ class Evictor:
                 draws.append(torch.rand(shape[1:], generator=torch.Generator().manual_seed(seed)))
             return torch.stack(draws).to(index.device)
         scored = self._scores(requests, rows, page_table, longest)
-        return scored.gather(3, index.long()[:, None, None].expand(shape))
+        return scored.gather(3, index[:, None, None].expand(shape))
 
     def _scores(self, requests: list[Request], rows: Tensor, page_table: Tensor, longest: int) -> Tensor:
         """Scores of every slot [B, L, K, longest] by the policy's queries, smoothed, with R-KV's

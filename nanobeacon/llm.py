@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, generation_defaults, load_into, resolve
-from .engine_config import EngineConfig
-from .config import ModelConfig, config_for_tensors, read_config
+from .config import EngineConfig, ModelConfig, config_for_tensors, read_config
 from .engine import Engine, Stats
 from .eviction import EvictionEvent
 from .models.decoder import Decoder
@@ -86,7 +85,7 @@ class LLM:
         if load not in ("auto", "dummy"):
             raise ValueError(f"load={load!r}: possible are 'auto' and 'dummy'")
         place = _device(device)
-        folder = resolve(model)
+        folder = resolve(model, config_only=load == "dummy")
         shape = read_config(folder)
         config.check_length(shape.max_position_embeddings)
         self.tokenizer = Tokenizer.from_folder(folder)

@@ -6,7 +6,7 @@ Knows nothing of tensors, models or text: a request is token ids, lengths and pa
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -72,15 +72,6 @@ class SamplingParams:
             self,
             **{k: defaults.get(k, v) for k, v in neutral.items() if getattr(self, k) is None},
         )
-
-
-def params_from(options: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from a mapping; an option that does not exist is an error that lists those that do."""
-    known = [f.name for f in fields(SamplingParams)]
-    for name in options:
-        if name not in known:
-            raise ValueError(f"sampling option {name!r}: possible are {', '.join(known)}")
-    return SamplingParams(**options)
 
 
 @dataclass(eq=False)

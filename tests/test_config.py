@@ -195,7 +195,7 @@ def test_no_content_whatever_gives_another_error(raw, changes):
 
 
 def both_spellings(raw: dict, scaling: dict | None) -> list[dict]:
-    """Older files (key `type`, and `rope_type`), files of transformers 5, and files that say it in both ways."""
+    """Older files (`type` and `rope_type`), files of transformers 5, and files that say it in both ways."""
     old = {**raw, "rope_scaling": scaling}
     new = {**without(raw, "rope_theta"), "rope_parameters": {**(scaling or {"rope_type": "default"})}}
     new["rope_parameters"]["rope_theta"] = raw["rope_theta"]

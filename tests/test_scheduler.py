@@ -119,9 +119,7 @@ class PretendedEngine:
     def __post_init__(self):
         s = self.setup
         self.pool = PagePool(s.pages + 1)
-        self.scheduler = Scheduler(
-            self.pool, s.page_size, s.seats, s.chunk, s.budget, s.max_prefill_tokens
-        )
+        self.scheduler = Scheduler(self.pool, s.page_size, s.seats, s.chunk, s.budget, s.max_prefill_tokens)
         self.slots: list[Slot | None] = [None] * ((s.pages + 1) * s.page_size)
         self.arrivals = self.steps = 0
         self.last: Plan | None = None
@@ -182,6 +180,7 @@ class PretendedEngine:
         plan = self.scheduler.plan()
         self.steps += 1
         self.check_order(before)
+        self.check_admission([r for r in self.scheduler.running if r not in before])
         self.check_turns(plan)
         self.check_sharing()
         self.check_reservations()
@@ -273,6 +272,22 @@ class PretendedEngine:
         self.seen["preempted"] += len(preempted)
         assert self.seen["preempted"] == self.scheduler.preemptions
         self.seen["resumed"] += sum(bool(r.output_token_ids) for r in running if r not in before)
+
+    def check_admission(self, admitted: list[Request]) -> None:
+        """Pages up to the first new token, or all that a budget allows; and the head of the queue is not
+        kept waiting beside free seats and pages."""
+        held, full = self.scheduler.tokens_held, self.setup.budget is None
+        for request in admitted:
+            tokens = min(request.num_tokens + 1, held(request)) if full else held(request)
+            assert len(request.pages) == self.pages_for(tokens)
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        if admitted and full:  # one page more for each of the older ones
+            assert self.pool.free_count >= len(running) - 1 or self.last.prefill
+        if waiting and not full and len(running) < self.setup.seats:
+            same = [r for r in running if r.arrival == waiting[0].arrival and not r.output_token_ids]
+            alike = min(waiting[0].protected, len(waiting[0].prompt_token_ids)) // self.setup.page_size
+            missing = self.pages_for(held(waiting[0])) - (alike if same else 0)
+            assert missing > self.pool.free_count
 
     def check_turns(self, plan: Plan | None) -> None:
         """Prefill and decode alternate where both are possible, and a prefill step takes whole chunks."""
@@ -380,7 +395,15 @@ def scenarios(draw, budgeted: bool):
         )
     )
     protect = draw(st.sampled_from(["prompt", 0, 1, page, page + 1, 10])) if budget else "prompt"
-    setup = Setup(page, chunk, draw(st.sampled_from([3, 1, 2, 4, 5])), 1, budget, protect, draw(st.sampled_from([1, 20, 99])))
+    setup = Setup(
+        page,
+        chunk,
+        draw(st.sampled_from([3, 1, 2, 4, 5])),
+        1,
+        budget,
+        protect,
+        draw(st.sampled_from([1, 20, 99])),
+    )
     need = []  # pages of each ask; the pool is about as large as the largest needs
     for ask in asks:
         total = ask.prompt + ask.max_tokens

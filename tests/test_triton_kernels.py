@@ -32,7 +32,16 @@ shapes = pytest.mark.parametrize("group, dim, page, dtype", SHAPES)
 
 
 def test_triton_equals_the_reference_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-o", "python_functions=case_", "-p", "no:cacheprovider", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-o",
+        "python_functions=case_",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+    ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -89,7 +98,9 @@ def make_cache(lengths, page, dim, dtype, layers=1, heads=2):
         for slot in range(length):
             at = (slice(None), slice(None), mine[slot // page], slot % page)
             keys[at], values[at] = (torch.randn(layers, heads, dim, dtype=dtype) for _ in range(2))
-            positions[at] = 2 * slot + torch.randint(2, (layers, heads), dtype=torch.int32)  # evicted ones between
+            positions[at] = 2 * slot + torch.randint(
+                2, (layers, heads), dtype=torch.int32
+            )  # evicted ones between
     return keys, values, positions, table
 
 
@@ -127,7 +138,15 @@ def run_attention(implementation, q, cache, lengths, counts, longest=None):
     keys, values, _, table = cache
     borders = torch.tensor([0, *counts]).cumsum(0).int()
     return implementation.paged_attention(
-        q, keys[0], values[0], table, torch.tensor(lengths).int(), borders, max(counts), longest or max(lengths), 0.1
+        q,
+        keys[0],
+        values[0],
+        table,
+        torch.tensor(lengths).int(),
+        borders,
+        max(counts),
+        longest or max(lengths),
+        0.1,
     )
 
 
@@ -246,10 +265,19 @@ def make_scores(group, dim, page, dtype, n=6, layers=2, lengths=(37, 16, 5)):
     return queries, at, keys, positions, table, torch.tensor(lengths).int()
 
 
-COMBINATIONS = [("max", "max"), ("max", "mean"), ("layer", "sum"), ("logits", "mean"), ("layer", "max"), ("logits", "max")]
+COMBINATIONS = [
+    ("max", "max"),
+    ("max", "mean"),
+    ("layer", "sum"),
+    ("logits", "mean"),
+    ("layer", "max"),
+    ("logits", "max"),
+]
 
 
-@pytest.mark.parametrize("shape, combination", [*zip(SHAPES, COMBINATIONS, strict=True), (SHAPES[3], ("max", "max"))])
+@pytest.mark.parametrize(
+    "shape, combination", [*zip(SHAPES, COMBINATIONS, strict=True), (SHAPES[3], ("max", "max"))]
+)
 def case_scores(shape, combination):
     """Domains inside a page, across its border, past the cached length, and empty."""
     group, dim, page, dtype = shape

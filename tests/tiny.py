@@ -1,9 +1,11 @@
 """Tiny random checkpoints of the three families, for tests that compare with transformers or with the
 oracle."""
 
+import json
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -60,3 +62,24 @@ def tiny_folder(folder: Path, family: str, seed: int = 0, **changes) -> Path:
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+def text_folder(folder: Path, family: str = "llama", seed: int = 0, **changes) -> Path:
+    """A checkpoint folder with a byte-level tokenizer (ids 3 + byte), a BOS and a chat template: it writes
+    noise."""
+    tiny_folder(folder, family, seed, vocab_size=320, **changes)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    specials = ["<pad>", "<bos>", "<eos>"]
+    vocabulary = {token: i for i, token in enumerate([*specials, *sorted(alphabet)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

@@ -1,9 +1,10 @@
 """Paged attention in Triton, decode and prefill; the twin of `reference.paged_attention`.
 
-Knows nothing of requests or budgets: rows of pages, cached lengths, and the borders of the queries. The query heads of a
-group are rows of one tile, so that keys and values are read once for the group. Decode splits the slots of a request
-over programs (flash-decoding), whose partial results a second kernel joins; how many splits there are follows from
-host numbers alone, so that a CUDA graph may keep it, while what each split reads follows the true length.
+Knows nothing of requests or budgets: it sees rows of pages, cached lengths, and the borders of the queries.
+The query heads of a group are rows of one tile, so that keys and values are read once for the group. Decode
+splits the slots of a request over programs (flash-decoding), whose partial results a second kernel joins. How
+many splits there are follows from host numbers alone, so that a CUDA graph may keep it; what each of them
+reads follows the request's true length.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 768  # a decode launch has at least this many: some three waves on the largest GPUs
+PROGRAMS = 768  # a decode launch has about so many at least: some waves on the largest GPUs
 SHORTEST_SPLIT = 128  # slots; below that a split costs more than it saves
 TILE_BYTES = 8192  # of keys, and as many of values, in one step of a program
 STAGES = 5  # a page is looked up two steps before its keys are used, these are fetched one step before
@@ -20,19 +21,50 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def split_bounds(end, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """The slots [first, last) of one split: whole tiles, the same number for all, the last ones perhaps empty."""
+    """The slots [first, last) of one split: whole tiles, the same number for all, in the last ones none."""
     share = tl.cdiv(tl.cdiv(end, SPLITS), TILE) * TILE
     return split * share, tl.minimum(split * share + share, end)
 
 
+@triton.jit
+def attend(
+    queries, sees, keys, values, table, begin, end, scale,
+    D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Attention over the slots [begin, end), in each row those below `sees`: largest logit, sum of the
+    weights, the weighted sums, not yet divided. `scale` makes the logits count in powers of two."""
+    dim = tl.arange(0, DIMS)
+    in_head = dim < D
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIMS], tl.float32)
+    for tile in range(begin, end, TILE):
+        slot = tile + tl.arange(0, TILE)
+        inside = slot < end
+        at = tl.load(table + slot // P, mask=inside, other=0).to(tl.int64) * P + slot % P
+        # Slots past the end may hold anything, NaN too, so they are not loaded: 0 * NaN would be NaN.
+        mask = inside[None, :] & in_head[:, None]
+        key = tl.load(keys + at[None, :] * D + dim[:, None], mask=mask, other=0.0)
+        logits = tl.dot(queries, key, input_precision="ieee") * scale
+        logits = tl.where(slot[None, :] < sees[:, None], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))  # finite: every row sees a slot of the first tile
+        weights = tl.exp2(logits - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        mask = inside[:, None] & in_head[None, :]
+        value = tl.load(values + at[:, None] * D + dim[None, :], mask=mask, other=0.0)
+        sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, sums
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def attention_kernel(
-    q, keys, values, page_table, cached_lengths, cu_seqlens, out, partial, partial_lse, table_stride, num_slots, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    q, keys, values, page_table, cached_lengths, cu_seqlens, out, partial, partial_lse,
+    table_stride, num_slots, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of queries, or split; KV head; request). A row is a (query, head of the group); `scale` counts in
-    powers of two: exp2 is what the hardware has."""
+    """Program (block of queries, or split; KV head; request). A row is a (query, head of the group)."""
     kv_head, request = tl.program_id(1), tl.program_id(2)
     token = tl.load(cu_seqlens + request)
     count = tl.load(cu_seqlens + request + 1) - token
@@ -47,37 +79,19 @@ def attention_kernel(
         if begin >= end:
             return
 
-    row = tl.arange(0, ROWS)
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
     query, head = first_query + row // G, kv_head * G + row % G
     valid = (row < QUERIES * G) & (query < count)
-    sees = tl.minimum(length - count + query + 1, end)
-    dim = tl.arange(0, DIMS)
-    in_head = dim < D
+    mask = valid[:, None] & (dim < D)[None, :]
     at_row = (token + query).to(tl.int64) * H + head
-    queries = tl.load(q + at_row[:, None] * D + dim[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
+    queries = tl.load(q + at_row[:, None] * D + dim[None, :], mask=mask, other=0.0)
+    sees = tl.minimum(length - count + query + 1, end)
     base = kv_head.to(tl.int64) * num_slots * D
+    table = page_table + request * table_stride
+    top, total, sums = attend(
+        queries, sees, keys + base, values + base, table, begin, end, scale, D, P, ROWS, DIMS, TILE
+    )
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DIMS], tl.float32)
-    for tile in range(begin, end, TILE):
-        slot = tile + tl.arange(0, TILE)
-        inside = slot < end
-        page = tl.load(page_table + request * table_stride + slot // P, mask=inside, other=0).to(tl.int64)
-        at = base + (page * P + slot % P) * D
-        # Slots past the end may hold anything, NaN too, so they are never loaded: 0 * NaN would be NaN.
-        key = tl.load(keys + at[None, :] + dim[:, None], mask=inside[None, :] & in_head[:, None], other=0.0)
-        logits = tl.dot(queries, key, input_precision="ieee") * scale
-        logits = tl.where(slot[None, :] < sees[:, None], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))  # finite: the first tile holds a slot that every row sees
-        weights = tl.exp2(logits - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        value = tl.load(values + at[:, None] + dim[None, :], mask=inside[:, None] & in_head[None, :], other=0.0)
-        sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
-        top = new_top
-
-    mask = valid[:, None] & in_head[None, :]
     result = sums / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
         tl.store(out + at_row[:, None] * D + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
@@ -92,7 +106,7 @@ def join_kernel(
     partial, partial_lse, cached_lengths, cu_seqlens, out,
     H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, request): the splits that had slots, weighted by their share of the softmax. Only those wrote."""
+    """Program (head, request): joins the splits that had slots, by their softmax share; no other wrote."""
     head, request = tl.program_id(0), tl.program_id(1)
     token = tl.load(cu_seqlens + request)
     if tl.load(cu_seqlens + request + 1) == token:
@@ -111,7 +125,7 @@ def join_kernel(
 
 
 def num_splits(requests: int, num_kv_heads: int, max_cached_length: int) -> int:
-    """Programs for each (request, KV head) of a decode step: a power of two, so that few variants are compiled."""
+    """Decode programs for each (request, KV head): a power of two, so that few variants are compiled."""
     wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, requests * num_kv_heads))
     useful = triton.next_power_of_2(triton.cdiv(max_cached_length, SHORTEST_SPLIT))
     return min(wanted, useful, 64)
@@ -127,8 +141,9 @@ def paged_attention(
     requests, group = len(cached_lengths), num_heads // num_kv_heads
     decode = max_query_length == 1
     splits = num_splits(requests, num_kv_heads, max_cached_length) if decode else 1
-    rows = max(16 if decode else 64, triton.next_power_of_2(group))
     dims = max(16, triton.next_power_of_2(head_dim))
+    wide = dims > 128 or q.element_size() > 2  # then 64 rows would not fit the registers
+    rows = max(16 if decode else 32 if wide else 64, triton.next_power_of_2(group))
     tile = max(16, min(128, TILE_BYTES // (dims * q.element_size())))
     blocks = splits if decode else triton.cdiv(max_query_length, rows // group)
     out, partial, lse = torch.empty_like(q), None, None

@@ -1,16 +1,16 @@
 """Compaction of the kept slots in Triton, in place; the twin of `reference.compact`.
 
-Knows nothing of scores or budgets: it is told which slots stay. In place means that a source may be overwritten before it
-is read. Why that cannot happen here:
+Knows nothing of scores or budgets: it is told which slots stay. In place means that a source might be
+overwritten before it is read. Why that cannot happen here:
 
-* One program walks one (request, layer, KV head), and no two programs share a slot that is written: pages that
-  requests share hold protected tokens, which lie below `start`.
-* Tile by tile, ascending. `keep` ascends strictly and keep[i] >= start + i, so that the sources of every later tile lie
-  at or above that tile's own first target, hence above every target of the tiles before it: what a finished
-  tile wrote is never a source again.
-* Inside a tile a target may be another thread's source. All threads therefore load the whole tile, keys, values and
+* One program walks one (request, layer, KV head), and no two programs share a slot that is written: the pages
+  that requests share hold protected tokens, below `start`.
+* It goes tile by tile, ascending. `keep` ascends strictly and keep[i] >= start + i, so the sources of a tile
+  lie at or above its own first target, hence above every target of the tiles before it: what a finished tile
+  has written is never a source again.
+* Inside a tile a target may be another thread's source. So all threads load the whole tile, keys, values and
   positions, into registers, and only behind a barrier does any of them store. The barrier after the stores
-  holds all threads to the same tile, so that a fast one cannot store the next tile while a slow one still loads.
+  keeps all threads in one tile: none is ever ahead of another by more than a store.
 """
 
 import triton
@@ -55,6 +55,6 @@ def compact(
     heads = layers * num_kv_heads
     dims = triton.next_power_of_2(head_dim)
     compact_kernel[(len(keep) * heads,)](
-        keys, values, positions, page_table, keep, start, page_table.stride(0), pages * page_size, keep.shape[-1],
-        heads, D=head_dim, DIMS=dims, P=page_size, TILE=max(16, min(64, 4096 // dims)), num_warps=4,
+        keys, values, positions, page_table, keep, start, page_table.stride(0), pages * page_size,
+        keep.shape[-1], heads, D=head_dim, DIMS=dims, P=page_size, TILE=min(64, 4096 // dims), num_warps=4,
     )  # fmt: skip

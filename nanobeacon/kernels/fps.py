@@ -1,8 +1,8 @@
 """Farthest point sampling in Triton: `fps` for a prompt chunk, `reduce` for the query buffer, in place.
 
-Knows vectors only: nothing of tokens, RoPE or schedules. A buffer of up to 64 rows fits a tile: one product gives all
-cosines, and the picks then need that small matrix only, nothing as wide as the head dim. A prompt chunk does not
-fit: every pick is one more pass over its vectors, which stay in the L2 cache.
+Knows vectors only: nothing of tokens, RoPE or schedules. A buffer of up to 64 rows fits a tile: one product
+gives all cosines, and the picks then need that small matrix only, nothing as wide as the head dim. A prompt
+chunk does not fit: every pick is one more pass over its vectors, which stay in the L2 cache.
 """
 
 import torch
@@ -24,7 +24,8 @@ def lowest(values, index, TIE: tl.constexpr):
 @triton.jit
 def reduce_kernel(
     buffer, positions, rows, counts, C, m,
-    D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, PICKS: tl.constexpr, TIE: tl.constexpr,
+    D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, PICKS: tl.constexpr, STEP: tl.constexpr,
+    TIE: tl.constexpr,
 ):  # fmt: skip
     """Program (layer and head, request): FPS on the [C, D] rows of one head, then their compaction."""
     count = tl.load(counts + tl.program_id(1))
@@ -38,7 +39,6 @@ def reduce_kernel(
 
     # Products of two bf16 are exact in float32, so the norms can wait: they stand on the diagonal.
     products = tl.zeros([ROWS, ROWS], tl.float32)
-    STEP: tl.constexpr = 64 if DIMS > 64 else DIMS
     for first in tl.static_range(0, DIMS, STEP):
         part = first + tl.arange(0, STEP)
         mask = valid[:, None] & (part < D)[None, :]
@@ -75,8 +75,8 @@ def fps_kernel(
     queries, counts, scales, nearest, picks, N, m,
     D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr, TIE: tl.constexpr,
 ):  # fmt: skip
-    """Program b: the m picks of queries[b]. `scales` (1 / norm) and `nearest` (cosine to the nearest pick) are scratch
-    [B, N]; ALL is N rounded up to a power of two. Barriers stand between what one thread writes and another reads."""
+    """Program b: the m picks of queries[b]. `scales` (1 / norm) and `nearest` (cosine to the nearest pick)
+    are scratch [B, N]; ALL is N rounded up. Barriers part what one thread writes from another's read."""
     b = tl.program_id(0).to(tl.int64)
     queries += b * N * D
     scales += b * N
@@ -105,10 +105,10 @@ def fps_kernel(
             row = first + tile
             inside = row < count
             mask = inside[:, None] & (dim < D)[None, :]
-            vectors = tl.load(queries + row[:, None] * D + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+            vectors = tl.load(queries + row[:, None] * D + dim[None, :], mask=mask, other=0.0)
             scale = tl.load(scales + row, mask=inside, other=0.0)
-            cosine = tl.sum(vectors * towards[None, :], 1) * scale
-            # The similarity to the mean chose the first pick and is forgotten; a picked row stays at infinity.
+            cosine = tl.sum(vectors.to(tl.float32) * towards[None, :], 1) * scale
+            # The similarity to the mean chose the first pick, and is done; a picked row stays at infinity.
             before = tl.load(nearest + row, mask=inside & (i > 1), other=float("-inf"))
             cosine = tl.where(row == pick, float("inf"), tl.maximum(cosine, before))
             tl.store(nearest + row, cosine, mask=inside)
@@ -141,7 +141,10 @@ def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: i
         return
     if capacity > LARGEST_TILE:
         return reference.reduce(buffer, positions, rows, counts, m)
+    dims, tile_rows = triton.next_power_of_2(head_dim), max(16, triton.next_power_of_2(capacity))
+    exact = buffer.element_size() > 2  # float32 products use no tensor cores and want more registers
     reduce_kernel[(layers * heads, len(rows))](
-        buffer, positions, rows, counts, capacity, m, D=head_dim, DIMS=triton.next_power_of_2(head_dim),
-        ROWS=max(16, triton.next_power_of_2(capacity)), PICKS=triton.next_power_of_2(m), TIE=reference.TIE, num_warps=1,
+        buffer, positions, rows, counts, capacity, m, D=head_dim, DIMS=dims, ROWS=tile_rows,
+        PICKS=triton.next_power_of_2(m), STEP=min(dims, 32 if exact else 64), TIE=reference.TIE,
+        num_warps=4 if exact or tile_rows > 32 else 1,
     )  # fmt: skip

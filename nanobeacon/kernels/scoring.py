@@ -1,10 +1,10 @@
 """Scores of the cached keys in Triton; the twin of `reference.scores`.
 
-Knows nothing of budgets or of what is kept. The weights W are never stored: a first pass over the pages takes the
-log-sum-exp of every query, a second one computes the logits again and pools them. A tile holds whole heads, N
-queries each (padded to a power of two), against a tile of keys; heads that do not fit one tile form blocks, whose results torch
-joins. Every `group` and `pool` runs here, except more than MAX_ROWS queries a head, and group "logits" with
-more than MAX_ROWS rows in all, which go to the reference.
+Knows nothing of budgets or of what is kept. The weights W are never stored: one pass over the pages takes the
+log-sum-exp of every query, a second computes the logits again and pools them. A tile holds whole heads, COUNT
+rows each (N rounded up to a power of two), against TILE keys; heads beyond a tile form blocks, whose results
+torch joins. Every `group` and `pool` runs here, except what needs a larger tile than MAX_ROWS and MAX_BYTES
+allow (more than 128 queries a head; with group "logits" more in the whole group): the reference takes those.
 """
 
 import torch
@@ -14,167 +14,166 @@ from torch import Tensor
 
 from nanobeacon.kernels import reference
 
-MAX_ROWS = 128  # queries times heads in a tile
-PROGRAMS = 768  # programs a launch should have at least: where requests, layers and heads are few, keys are split
-LN_2 = tl.constexpr(0.6931471805599453)  # inside, logits count in powers of two: exp2 is what hardware has
+MAX_ROWS, MAX_BYTES = 128, 32768  # of queries in a tile
+PROGRAMS = 768  # a launch has about so many at least: with few requests, layers and heads the keys are split
+STAGES = 5  # a page is looked up two steps before its keys are used, these are fetched one step before
+LN_2 = tl.constexpr(0.6931471805599453)  # in a kernel logits count in powers of two: exp2 is an instruction
 
 
 @triton.jit
-def query_tile(
-    queries, query_positions, pair, block,
-    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr,
+def prepare(
+    queries, query_positions, page_table, cached_lengths, domains, table_stride, heads,
+    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, COUNT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Queries and positions (-1: absent) of block `block` of the group `pair`: HEADS heads, COUNT rows each."""
+    """What program ((request, layer, KV head, block of its heads), split) works on: queries, their positions
+    (-1: absent), the request's page table, the slots [first, last): whole tiles, in the last splits none."""
+    group = tl.program_id(0).to(tl.int64) // BLOCKS
     row, dim = tl.arange(0, HEADS * COUNT), tl.arange(0, DIMS)
-    head, n = block * HEADS + row // COUNT, row % COUNT
+    head, n = tl.program_id(0) % BLOCKS * HEADS + row // COUNT, row % COUNT
     valid = (head < G) & (n < N)
-    at = pair * (G * N) + head * N + n
-    q = tl.load(queries + at[:, None] * D + dim[None, :], mask=valid[:, None] & (dim < D)[None, :], other=0.0)
-    return q, tl.load(query_positions + at, mask=valid, other=-1)
+    at = (group * G + head) * N + n
+    mask = valid[:, None] & (dim < D)[None, :]
+    q = tl.load(queries + at[:, None] * D + dim[None, :], mask=mask, other=0.0)
+    q_at = tl.load(query_positions + at, mask=valid, other=-1)
+
+    request = group // heads
+    first = tl.load(domains + request * 2)
+    last = tl.minimum(tl.load(domains + request * 2 + 1), tl.load(cached_lengths + request))
+    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), SPLITS), TILE) * TILE
+    first += tl.program_id(1) * share
+    return q, q_at, page_table + request * table_stride, first, tl.minimum(first + share, last)
 
 
 @triton.jit
 def visible_logits(
-    q, q_at, keys, positions, page_table, slot, inside, base, scale,
-    D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, LOGITS: tl.constexpr,
+    q, q_at, keys, positions, table, slot, inside, base, scale, D: tl.constexpr, DIMS: tl.constexpr,
+    P: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Logits in powers of two of a tile of queries against a tile of slots, -inf where a query does not see the key;
-    [HEADS * COUNT, TILE], or [COUNT, TILE] where the heads are pooled before the softmax."""
-    dim = tl.arange(0, DIMS)
-    page = tl.load(page_table + slot // P, mask=inside, other=0).to(tl.int64)
-    at = base + page * P + slot % P
-    key = tl.load(keys + at[None, :] * D + dim[:, None], mask=inside[None, :] & (dim < D)[:, None], other=0.0)
-    k_at = tl.load(positions + at, mask=inside, other=2147483647)
+    """Logits [HEADS * COUNT, TILE], -inf where a query does not see the key; [COUNT, TILE] where LOGITS pools
+    the heads before the softmax. `base` is the first slot of a layer and KV head."""
+    dim = tl.arange(0, DIMS)[:, None]
+    at = base + tl.load(table + slot // P, mask=inside, other=0).to(tl.int64) * P + slot % P
+    key = tl.load(keys + at[None, :] * D + dim, mask=inside[None, :] & (dim < D), other=0.0)
+    key_at = tl.load(positions + at, mask=inside, other=2147483647)
     logits = tl.dot(q, key, input_precision="ieee") * scale
-    logits = tl.where(k_at[None, :] <= q_at[:, None], logits, float("-inf"))
-    if LOGITS:
-        logits = tl.max(tl.reshape(logits, [HEADS, COUNT, TILE]), 0)
-    return logits
-
-
-@triton.jit
-def slot_range(domains, cached_lengths, request, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """The slots [first, last) of one split of a request's domain: whole tiles, the last splits perhaps empty."""
-    first = tl.load(domains + request * 2)
-    last = tl.minimum(tl.load(domains + request * 2 + 1), tl.load(cached_lengths + request))
-    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), SPLITS), TILE) * TILE
-    return first + split * share, tl.minimum(first + split * share + share, last)
+    logits = tl.where(key_at[None, :] <= q_at[:, None], logits, float("-inf"))
+    return tl.max(tl.reshape(logits, [HEADS, COUNT, TILE]), 0) if LOGITS else logits
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def log_sum_exp_kernel(
-    queries, query_positions, keys, positions, page_table, cached_lengths, domains, lse, table_stride, num_slots, heads,
-    scale, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr,
+    queries, query_positions, keys, positions, page_table, cached_lengths, domains, lse,
+    table_stride, num_slots, heads, scale, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    DIMS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (pair of request-layer-KV head and block of its heads, split) -> lse [pairs, BLOCKS, SPLITS, rows]."""
-    program, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair, block = program // BLOCKS, program % BLOCKS
-    request, base = pair // heads, pair % heads * num_slots
-    page_table += request * table_stride
-    q, q_at = query_tile(queries, query_positions, pair, block, G, N, D, DIMS, COUNT, HEADS)
+    """Of each split, to lse [programs of axis 0, SPLITS, rows]; -inf for a query that sees nothing in it."""
+    q, q_at, table, first, last = prepare(
+        queries, query_positions, page_table, cached_lengths, domains, table_stride, heads,
+        G, N, D, DIMS, COUNT, HEADS, BLOCKS, TILE, SPLITS,
+    )  # fmt: skip
+    base = tl.program_id(0).to(tl.int64) // BLOCKS % heads * num_slots
     ROWS: tl.constexpr = COUNT if LOGITS else HEADS * COUNT
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    first, last = slot_range(domains, cached_lengths, request, split, SPLITS, TILE)
     for tile in range(first, last, TILE):
         slot = tile + tl.arange(0, TILE)
         logits = visible_logits(
-            q, q_at, keys, positions, page_table, slot, slot < last, base, scale, D, DIMS, P, COUNT, HEADS, TILE, LOGITS
-        )
+            q, q_at, keys, positions, table, slot, slot < last, base, scale,
+            D, DIMS, P, COUNT, HEADS, TILE, LOGITS,
+        )  # fmt: skip
         new_top = tl.maximum(top, tl.max(logits, 1))
         finite = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp2(top - finite) + tl.sum(tl.exp2(logits - finite[:, None]), 1)
         top = new_top
-    result = tl.where(total > 0, top + tl.log2(total), float("-inf"))
-    tl.store(lse + (program * SPLITS + split) * ROWS + tl.arange(0, ROWS), result)
+    at = (tl.program_id(0).to(tl.int64) * SPLITS + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+    tl.store(lse + at, tl.where(total > 0, top + tl.log2(total), float("-inf")))
+
+
+@triton.jit
+def pooled(
+    logits, q_at, COUNT: tl.constexpr, HEADS: tl.constexpr, SHOWN: tl.constexpr, TILE: tl.constexpr,
+    G: tl.constexpr, BLOCKS: tl.constexpr, POOL: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """[SHOWN * COUNT, TILE] normalised logits -> [TILE]: queries inside each head first, then the heads."""
+    if POOL == "max" and not ADD:
+        return tl.max(logits, 0) * LN_2
+    by_query = tl.reshape(logits, [SHOWN, COUNT, TILE])
+    by_head = tl.max(by_query, 1) * LN_2 if POOL == "max" else tl.sum(tl.exp2(by_query), 1)
+    if POOL == "mean":
+        present = tl.reshape((q_at >= 0).to(tl.int32), [HEADS, COUNT])
+        present = tl.sum(tl.max(present, 0)[None, :] if SHOWN < HEADS else present, 1)
+        by_head /= tl.maximum(present, 1)[:, None]
+    if ADD:
+        real = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, SHOWN) < G
+        return tl.sum(tl.where(real[:, None], by_head, 0.0), 0)
+    return tl.max(by_head, 0)
 
 
 @triton.jit(do_not_specialize=["table_stride", "width"])
 def pool_kernel(
-    queries, query_positions, keys, positions, page_table, cached_lengths, domains, lse, out, table_stride, num_slots,
-    heads, width, scale,
-    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr,
-    POOL: tl.constexpr, ADD: tl.constexpr,
+    queries, query_positions, keys, positions, page_table, cached_lengths, domains, lse, out, width,
+    table_stride, num_slots, heads, scale, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    DIMS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr, POOL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Same programs -> out [pairs, BLOCKS, width], queries pooled inside each head, then the heads: their maximum, or
-    their sum (ADD). Slots outside the domain are left as they are."""
-    program, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair, block = program // BLOCKS, program % BLOCKS
-    request, base = pair // heads, pair % heads * num_slots
-    page_table += request * table_stride
-    q, q_at = query_tile(queries, query_positions, pair, block, G, N, D, DIMS, COUNT, HEADS)
+    """To out [programs of axis 0, width]; the slots outside the domain are left as they are."""
+    q, q_at, table, first, last = prepare(
+        queries, query_positions, page_table, cached_lengths, domains, table_stride, heads,
+        G, N, D, DIMS, COUNT, HEADS, BLOCKS, TILE, SPLITS,
+    )  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    base = program // BLOCKS % heads * num_slots
     SHOWN: tl.constexpr = 1 if LOGITS else HEADS
     ROWS: tl.constexpr = SHOWN * COUNT
-    at = tl.arange(0, SPLITS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    parts = tl.load(lse + program * SPLITS * ROWS + at)
+    at = (program * SPLITS + tl.arange(0, SPLITS))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    parts = tl.load(lse + at)
     top = tl.max(parts, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)  # a query that sees nothing: its logits are -inf, and stay so
+    top = tl.where(top == float("-inf"), 0.0, top)  # of what sees nothing the logits are -inf, and stay so
     total = tl.sum(tl.exp2(parts - top[None, :]), 0)
     norm = tl.where(total > 0, top + tl.log2(total), 0.0)
-    present = tl.reshape((q_at >= 0).to(tl.int32), [HEADS, COUNT])
-    present = tl.max(present, 0)[None, :] if LOGITS else present
-    present = tl.maximum(tl.sum(present, 1), 1).to(tl.float32)
-    real = block * HEADS + tl.arange(0, SHOWN) < G
-    first, last = slot_range(domains, cached_lengths, request, split, SPLITS, TILE)
     for tile in range(first, last, TILE):
         slot = tile + tl.arange(0, TILE)
-        inside = slot < last
         logits = visible_logits(
-            q, q_at, keys, positions, page_table, slot, inside, base, scale, D, DIMS, P, COUNT, HEADS, TILE, LOGITS
-        )
-        logits -= norm[:, None]
-        if POOL == "max" and not ADD:
-            pooled = tl.max(logits, 0) * LN_2
-        else:
-            if POOL == "max":
-                by_head = tl.max(tl.reshape(logits, [SHOWN, COUNT, TILE]), 1) * LN_2
-            else:
-                by_head = tl.sum(tl.reshape(tl.exp2(logits), [SHOWN, COUNT, TILE]), 1)
-                if POOL == "mean":
-                    by_head = by_head / present[:, None]
-            if ADD:
-                pooled = tl.sum(tl.where(real[:, None], by_head, 0.0), 0)
-            else:
-                pooled = tl.max(by_head, 0)
-        tl.store(out + program * width + slot, pooled, mask=inside)
+            q, q_at, keys, positions, table, slot, slot < last, base, scale,
+            D, DIMS, P, COUNT, HEADS, TILE, LOGITS,
+        )  # fmt: skip
+        result = pooled(logits - norm[:, None], q_at, COUNT, HEADS, SHOWN, TILE, G, BLOCKS, POOL, ADD)
+        tl.store(out + program * width + slot, result, mask=slot < last)
 
 
 def scores(
     queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, page_table: Tensor,
-    cached_lengths: Tensor, domains: Tensor, scale: float, max_cached_length: int, group: str = "max", pool: str = "max",
+    cached_lengths: Tensor, domains: Tensor, scale: float, max_cached_length: int,
+    group: str = "max", pool: str = "max",
 ) -> Tensor:  # fmt: skip
     """As `reference.scores`."""
-    batch, layers, num_heads, n, head_dim = queries.shape
+    batch, layers, num_heads, n, dim = queries.shape
     _, num_kv_heads, pages, page_size, _ = keys.shape
-    in_group, count = num_heads // num_kv_heads, triton.next_power_of_2(n)
-    rows = triton.next_power_of_2(in_group) * count
-    if count > MAX_ROWS or (group == "logits" and rows > MAX_ROWS):
-        return reference.scores(
-            queries, query_positions, keys, positions, page_table, cached_lengths, domains, scale,
-            max_cached_length, group, pool,
-        )  # fmt: skip
-    rows = max(16, min(rows, MAX_ROWS))
-    tile_heads = rows // count
-    blocks = triton.cdiv(in_group, tile_heads)
-    pairs, heads = batch * layers * num_kv_heads, layers * num_kv_heads
-    dims = max(16, triton.next_power_of_2(head_dim))
-    tile = max(16, min(64, 16384 // (dims * keys.element_size())))
-    splits = triton.next_power_of_2(triton.cdiv(PROGRAMS, pairs * blocks))
+    members, count, dims = num_heads // num_kv_heads, triton.next_power_of_2(n), triton.next_power_of_2(dim)
+    rows, vector = triton.next_power_of_2(members) * count, dims * keys.element_size()
+    limit = min(MAX_ROWS, MAX_BYTES // vector)
+    inputs = (queries, query_positions, keys, positions, page_table, cached_lengths, domains)
+    if count > limit or (group == "logits" and rows > limit):
+        return reference.scores(*inputs, scale, max_cached_length, group, pool)
+    rows, tile = max(16, min(rows, limit)), max(16, min(64, MAX_BYTES // 2 // vector))
+    blocks = triton.cdiv(members, rows // count)
+    programs = batch * layers * num_kv_heads * blocks
+    splits = triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))
     splits = min(splits, triton.next_power_of_2(triton.cdiv(max_cached_length, 2 * tile)), 16)
     shape = dict(
-        G=in_group, N=n, D=head_dim, DIMS=dims, P=page_size, COUNT=count, HEADS=tile_heads, BLOCKS=blocks, TILE=tile,
-        SPLITS=splits, LOGITS=group == "logits", num_warps=8 if rows == 128 else 4, num_stages=5,
+        G=members, N=n, D=dim, DIMS=dims, P=page_size, COUNT=count, HEADS=rows // count, BLOCKS=blocks,
+        TILE=tile, SPLITS=splits, LOGITS=group == "logits", num_warps=max(4, rows // 16),
+        num_stages=STAGES,
     )  # fmt: skip
-    inputs = (queries, query_positions, keys, positions, page_table, cached_lengths, domains)
-    lse = torch.empty(pairs * blocks, splits, rows, dtype=torch.float32, device=keys.device)
-    out = torch.full((batch, layers, num_kv_heads, blocks, max_cached_length), -torch.inf, device=keys.device)
-    sizes = (page_table.stride(0), pages * page_size, heads)
-    log_sum_exp_kernel[(pairs * blocks, splits)](*inputs, lse, *sizes, scale / LN_2.value, **shape)
-    pool_kernel[(pairs * blocks, splits)](
-        *inputs, lse, out, *sizes, max_cached_length, scale / LN_2.value, POOL=pool, ADD=group == "layer", **shape
+    lse = torch.empty(programs, splits, rows, dtype=torch.float32, device=keys.device)
+    shown = (batch, layers, num_kv_heads, blocks, max_cached_length)
+    out = torch.full(shown, -torch.inf, dtype=torch.float32, device=keys.device)
+    sizes = (page_table.stride(0), pages * page_size, layers * num_kv_heads, scale / LN_2.value)
+    log_sum_exp_kernel[(programs, splits)](*inputs, lse, *sizes, **shape)
+    pool_kernel[(programs, splits)](
+        *inputs, lse, out, max_cached_length, *sizes, POOL=pool, ADD=group == "layer", **shape
     )
     if group == "layer":
         return (out.sum((2, 3)) / num_heads)[:, :, None].expand(-1, -1, num_kv_heads, -1)

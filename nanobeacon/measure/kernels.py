@@ -1,7 +1,7 @@
-"""What `bench.py kernels` measures: the kernels compiled ahead of time, their floors, and their times against them.
+"""What `bench.py kernels` measures: the kernels compiled ahead of time, their floors, and their times.
 
-Everything follows from `calls`: the arguments of every kernel at a model's shapes, on a real device or on "meta", where a
-launch is recorded instead of made. Knows shapes and hardware rates; nothing of engines, requests or checkpoints.
+All of it follows from `calls`: the arguments of every kernel at a model's shapes, on a real device or on
+"meta", where a launch is recorded instead of made. Knows shapes and hardware; nothing of engines or files.
 """
 
 import re
@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from unittest import mock
 
 import torch
 
-from nanobeacon.kernels import choose, reference, triton_kernels
+from nanobeacon.kernels import choose, triton_kernels
 
-CAPACITY, BEACONS, PERIODS = 32, 16, 8  # the query buffer and the period of section 3: B_max / 8 steps
+CAPACITY, BEACONS, PERIODS = 32, 16, 8  # the query buffer, and B_max / 8 steps between evictions (section 3)
+CHUNK = 512  # prompt tokens that prefill attention and fps take at once
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel's cost depends on in a model; `weights` counts what a decode step reads of it."""
+    """What of a model decides its kernels' cost."""
 
     layers: int
     hidden: int
@@ -39,6 +40,7 @@ class Shape:
 
     @property
     def weights(self) -> int:
+        """Parameters that a decode step reads: the embedding counts once, as the head."""
         attention = self.hidden * self.dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.mlp) + self.vocabulary * self.hidden
 
@@ -48,139 +50,127 @@ SHAPES = {
     "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49152),
 }
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-GPUS = {"A100 80GB": (2.0e12, 312e12), "H200": (4.3e12, 790e12)}  # bytes/s (H200: measured copy), bf16 operations/s
-TABLE_4 = [  # the paper's Table 4: method, budget, batch, tokens/s on an A100 80 GB
+GPUS = {
+    "A100 80GB": (2.0e12, 312e12),
+    "H200": (4.3e12, 790e12),
+}  # bytes/s (H200: measured), bf16 operations/s
+TABLE_4 = [  # the paper's: method, budget, batch, tokens/s of Qwen3-4B on one A100 80 GB
     ("full", None, 14, 82.3),
     ("BeaconKV", 2048, 14, 356.4),
     ("BeaconKV", 2048, 192, 704.8),
     ("BeaconKV", 1024, 320, 1345.9),
 ]
-GENERATED = 32768  # tokens of a request in Table 4
+GENERATED = 32768  # tokens of each request in that table
 
 
-def calls(
-    kernels, shape: Shape, requests: int, cached: int, device: str, layers: int | None = None, chunk: int = 512
-) -> dict[str, Callable]:
-    """Every kernel as a call without arguments: `requests` requests of `cached` slots each, `chunk` prompt tokens."""
-    layers, dtype = layers or shape.layers, shape.dtype
-    heads, kv_heads, dim, page = shape.heads, shape.kv_heads, shape.dim, shape.page
+def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device: str) -> dict[str, Callable]:
+    """Every kernel as a call without arguments: for `requests` requests of `cached` slots, or for a chunk."""
+    heads, kv_heads, dim, chunk = shape.heads, shape.kv_heads, shape.dim, min(CHUNK, cached)
     integers = partial(torch.full, dtype=torch.int32, device=device)
-    random = partial(torch.randn, dtype=dtype, device=device)
-    width = -(-cached // page)
-    table = torch.arange(1, requests * width + 1, dtype=torch.int32, device=device).view(requests, width)
-    keys, values = (random(layers, kv_heads, requests * width + 1, page, dim) for _ in range(2))
+    count_up = partial(torch.arange, dtype=torch.int32, device=device)
+    random = partial(torch.randn, dtype=shape.dtype, device=device)
+    pages = -(-cached // shape.page)
+    table = count_up(1, requests * pages + 1).view(requests, pages)
+    keys, values = (random(layers, kv_heads, requests * pages + 1, shape.page, dim) for _ in range(2))
     positions = integers(keys.shape[:-1], 0)
-    buffer, buffer_positions = random(requests, layers, heads, CAPACITY, dim), integers((requests, layers, heads, CAPACITY), 0)
-    lengths, rows = integers((requests,), cached), torch.arange(requests, device=device)
-    layer = cycle(range(layers))  # one after the other, so that no timing reads a layer from the L2 cache
-
-    def attention(tokens: int, count: int) -> Callable:
-        q, borders = random(tokens, heads, dim), torch.arange(0, tokens + 1, count, dtype=torch.int32, device=device)
-        some, scale = slice(0, tokens // count), dim**-0.5
-
-        def call() -> torch.Tensor:
-            at = next(layer)
-            return kernels.paged_attention(
-                q, keys[at], values[at], table[some], lengths[some], borders, count, cached, scale
-            )
-
-        return call
-
-    qkv, angles = random(requests, heads + 2 * kv_heads, dim), random(requests, dim // 2).float()
+    buffer = random(requests, layers, heads, CAPACITY, dim)
+    buffer_positions, full = integers(buffer.shape[:-1], 0), integers((requests,), CAPACITY)
+    lengths, zeros = integers((requests,), cached), integers((requests,), 0)
     kept = cached - cached // PERIODS
-    keep = (torch.arange(kept, dtype=torch.int32, device=device) * cached // kept).expand(requests, layers, kv_heads, kept)
-    domains = torch.stack((torch.zeros_like(lengths), lengths), 1)
-    chunk_queries, chunk_counts = random(heads, chunk + BEACONS, dim), integers((heads,), chunk + BEACONS)
+    keep = (count_up(kept) * cached // kept).expand(requests, layers, kv_heads, kept).contiguous()
+    rows = torch.arange(requests, device=device)
+    qkv, angles = random(requests, heads + 2 * kv_heads, dim), random(requests, dim // 2).float()
+    slots, places = (rows * pages + 1) * shape.page, torch.zeros_like(rows)
+    prompt, prompt_counts = random(heads, chunk + BEACONS, dim), integers((heads,), chunk + BEACONS)
+    layer = cycle(range(layers))  # one after the other, so that no timing finds a layer in the L2 cache
 
     def store() -> torch.Tensor:
         at = next(layer)
-        slots = rows * width * page + page
-        return kernels.store(qkv, angles, angles, slots, keys[at], values[at], buffer[:, at], rows, rows * 0)
+        return kernels.store(qkv, angles, angles, slots, keys[at], values[at], buffer[:, at], rows, places)
 
+    def attention(some: int, count: int) -> Callable:
+        q, borders = random(some * count, heads, dim), count_up(some + 1) * count
+
+        def call() -> torch.Tensor:
+            cache = (keys[at := next(layer)], values[at], table[:some], lengths[:some])
+            return kernels.paged_attention(q, *cache, borders, count, cached, dim**-0.5)
+
+        return call
+
+    observed = (buffer, buffer_positions, keys, positions, table, lengths, torch.stack((zeros, lengths), 1))
     return {
         "store": store,
         "decode attention": attention(requests, 1),
-        "prefill attention": attention(min(chunk, cached), min(chunk, cached)),
-        "fps": lambda: kernels.fps(chunk_queries, chunk_counts, BEACONS),
-        "reduce": lambda: kernels.reduce(buffer, buffer_positions, rows, integers((requests,), CAPACITY), BEACONS),
-        "scores": lambda: kernels.scores(
-            buffer, buffer_positions, keys, positions, table, lengths, domains, dim**-0.5, cached
-        ),
-        "compact": lambda: kernels.compact(keys, values, positions, table, keep.contiguous(), lengths * 0),
+        "prefill attention": attention(1, chunk),
+        "fps": lambda: kernels.fps(prompt, prompt_counts, BEACONS),
+        "reduce": lambda: kernels.reduce(buffer, buffer_positions, rows, full, BEACONS),
+        "scores": lambda: kernels.scores(*observed, dim**-0.5, cached),
+        "compact": lambda: kernels.compact(keys, values, positions, table, keep, zeros),
     }
 
 
-def costs(shape: Shape, requests: int, cached: int, layers: int | None = None, chunk: int = 512) -> dict[str, tuple[int, int]]:
-    """(bytes moved, operations) of each of `calls`, from the shapes: each operand once, but the keys twice in `scores`."""
-    layers = layers or shape.layers
-    size, heads, kv_heads, dim = shape.dtype.itemsize, shape.heads, shape.kv_heads, shape.dim
-    slot = kv_heads * dim * size  # bytes of a slot's keys in a layer; the values take as many
-    vectors = requests * layers * heads * CAPACITY
-    kept, of_layers = cached - cached // PERIODS, requests * layers
-    chunk = min(chunk, cached)
+def costs(shape: Shape, requests: int, cached: int, layers: int) -> dict[str, tuple[int, int]]:
+    """(bytes, operations) of each of `calls`: every operand moves once, only the keys twice in `scores`."""
+    heads, kv_heads, chunk = shape.heads, shape.kv_heads, min(CHUNK, cached)
+    vector, dot = shape.dim * shape.dtype.itemsize, 2 * shape.dim  # bytes, operations
+    slot = 2 * kv_heads * vector  # bytes of keys and values in one layer
+    queries, rotated = requests * heads, requests * (heads + kv_heads) * shape.dim
+    prompt, buffered = heads * (chunk + BEACONS), queries * layers * CAPACITY
+    seen = heads * chunk * (cached - chunk // 2)  # pairs of a chunk's queries and slots
+    held, kept = (requests * layers * n for n in (cached, cached - cached // PERIODS))
     return {
-        "store": (requests * ((heads + 2 * kv_heads + 2 * heads + 2 * kv_heads) * dim * size + 4 * dim), requests * (heads + kv_heads) * dim * 3),
-        "decode attention": (requests * (2 * slot * cached + 2 * heads * dim * size), requests * 4 * heads * dim * cached),
-        "prefill attention": (2 * slot * cached + 2 * chunk * heads * dim * size, 4 * heads * dim * chunk * (cached - chunk // 2)),
-        "fps": (heads * (chunk + BEACONS) * dim * size, heads * (chunk + BEACONS) * dim * 2 * BEACONS),
-        "reduce": (vectors * (dim * size + 4) * (CAPACITY + BEACONS) // CAPACITY, vectors * CAPACITY * dim * 2),
-        "scores": (
-            of_layers * cached * (2 * slot + kv_heads * (2 * 4 + 4)) + 2 * vectors * dim * size,
-            2 * 2 * vectors * dim * cached,
-        ),
-        "compact": (of_layers * kept * (2 * 2 * slot + kv_heads * (2 * 4 + 4)), 0),
+        "store": (2 * slot * requests + 3 * queries * vector + 4 * shape.dim * requests, 3 * rotated),
+        "decode attention": (slot * requests * cached + 2 * queries * vector, 2 * dot * queries * cached),
+        "prefill attention": (slot * cached + 2 * chunk * heads * vector, 2 * dot * seen),
+        "fps": (prompt * vector, dot * prompt * (BEACONS + 1)),
+        "reduce": (buffered * (vector + 4) * (CAPACITY + BEACONS) // CAPACITY, dot * buffered * CAPACITY),
+        "scores": (held * (slot + 12 * kv_heads) + 2 * buffered * vector, 2 * dot * buffered * cached),
+        "compact": (kept * 2 * (slot + 4 * kv_heads), 0),
     }
-
-
-# --- ahead of time ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def recorded_launches() -> Iterator[list[tuple]]:
-    """Inside, a Triton launch is noted as (kernel, arguments, options) and not made, so that no GPU is needed."""
+    """Inside, a Triton launch is noted as (kernel, arguments, options) and not made: no GPU is needed."""
     from triton.runtime.jit import JITFunction
 
     launches = []
 
     def note(self, *arguments, grid, warmup, **named) -> None:
         bound = dict(zip(self.arg_names, arguments, strict=False))
-        options = {name: value for name, value in named.items() if name not in self.arg_names}
-        launches.append((self, bound | {n: v for n, v in named.items() if n in self.arg_names}, options))
+        bound |= {name: named.pop(name) for name in self.arg_names if name in named}
+        launches.append((self, bound, named))
 
     with mock.patch.object(JITFunction, "run", note):
         yield launches
 
 
 def source_of(kernel, arguments: dict):
-    """The source that Triton would compile for a launch: pointers and integers specialised as its runtime does."""
+    """What Triton would compile for a launch: pointers and integers specialised as its runtime does it."""
     from triton.compiler import ASTSource
 
     kinds = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        special = not parameter.do_not_specialize
+        special = isinstance(value, int) and not parameter.do_not_specialize
         if isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + kinds[str(value.dtype).removeprefix("torch.")]
-        elif parameter.is_constexpr or value is None or (special and isinstance(value, int) and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(i,)] = value
+            kind = "*" + kinds[str(value.dtype).removeprefix("torch.")]
+        elif parameter.is_constexpr or value is None or (special and value == 1):
+            kind, constants[(i,)] = "constexpr", value
         else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-        divisible = isinstance(value, torch.Tensor) or (special and isinstance(value, int) and value % 16 == 0)
-        if divisible and signature[parameter.name] != "constexpr":
+            kind = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+        if kind.startswith("*") or (kind != "constexpr" and special and value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
+        signature[parameter.name] = kind
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def resources(compiled, target: str) -> dict:
-    """Registers, bytes of stack (where spills go), shared memory, and tensor-core instructions of a compiled kernel."""
+def resources(compiled, target: str) -> dict[str, int]:
+    """Registers, bytes of stack (where spills go), shared memory and tensor-core instructions of a kernel."""
     if target.startswith("gfx"):
-        text = compiled.asm["amdgcn"]
-        registers, stack = (
-            int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "private_segment_fixed_size")
-        )
-        mma = len(re.findall(r"\bv_mfma", text))
+        text, names = compiled.asm["amdgcn"], (r"\.vgpr_count", r"\.private_segment_fixed_size")
+        mma = re.findall(r"\bv_mfma", text)
     else:
         from triton import knobs
 
@@ -188,28 +178,103 @@ def resources(compiled, target: str) -> dict:
             file.write(compiled.asm["cubin"])
             file.flush()
             command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        registers, stack = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-        mma = len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async", compiled.asm["ptx"]))
-    return {"registers": registers, "spills": stack, "shared_bytes": compiled.metadata.shared, "mma": mma}
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        names = (r"\bREG", r"\bSTACK")
+        mma = re.findall(r"\bmma\.sync|\bwgmma\.mma_async", compiled.asm["ptx"])
+    registers, stack = (int(re.search(rf"{name}:\s*(\d+)", text)[1]) for name in names)
+    shared = compiled.metadata.shared
+    return {"registers": registers, "spills": stack, "shared_bytes": shared, "mma": len(mma)}
 
 
 def aot(models: tuple[str, ...] = tuple(SHAPES), targets: tuple[str, ...] = tuple(TARGETS)) -> list[dict]:
-    """Compile every kernel for every target, at 14 requests of 2,048 slots: one row each. Needs no GPU, but a process
-    without TRITON_INTERPRET."""
+    """Compile every kernel for every target, at 14 requests of 2,048 slots: one row each. Needs no GPU, but a
+    process without TRITON_INTERPRET."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     rows = []
     for model in models:
-        with recorded_launches() as launches:
-            named = []
-            for name, call in calls(triton_kernels(), SHAPES[model], 14, 2048, "meta").items():
+        for name, call in calls(triton_kernels(), SHAPES[model], 14, 2048, 2, "meta").items():
+            with recorded_launches() as launches:
                 call()
-                named += [name] * (len(launches) - len(named))
-        for name, (kernel, arguments, options) in zip(named, launches, strict=True):
-            for target in targets:
-                compiled = triton.compile(source_of(kernel, arguments), target=GPUTarget(*TARGETS[target]), options=options)
+            for (kernel, arguments, options), target in product(launches, targets):
+                source = source_of(kernel, arguments)
+                compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
                 label = f"{name}: {kernel.__name__.removesuffix('_kernel')}"
-                rows.append({"kernel": label, "model": model, "target": target, **resources(compiled, target)})
+                row = {"kernel": label, "model": model, "target": target}
+                rows.append(row | resources(compiled, target))
+    return rows
+
+
+def floor(moved: int, operations: int, gpu: str) -> float:
+    """Seconds that a GPU needs at least, for its memory or for its arithmetic, whichever takes longer."""
+    bandwidth, rate = GPUS[gpu]
+    return max(moved / bandwidth, operations / rate)
+
+
+def work(shape: Shape, batch: int, budget: int | None) -> list[tuple[str, str, int, int, int]]:
+    """(part, when, times, bytes, operations): what a decode step of `batch` requests does, with the cache
+    they have on average; what fps does with full buffers in a period; what the eviction at its end does."""
+    cached = GENERATED // 2 if budget is None else budget - budget // PERIODS // 2
+    step, period = costs(shape, batch, cached, 1), costs(shape, batch, budget or cached, shape.layers)
+    parts = [("weights", "step", 1, shape.weights * shape.dtype.itemsize, 2 * shape.weights * batch)]
+    parts += [(name, "step", shape.layers, *step[name]) for name in ("store", "decode attention")]
+    if budget is not None:
+        fills = budget // PERIODS // (CAPACITY - BEACONS)  # the last one is the eviction's
+        parts += [("reduce", "fps", fills - 1, *period["reduce"])]
+        parts += [(name, "eviction", 1, *period[name]) for name in ("reduce", "scores", "compact")]
+    return parts
+
+
+def roofline(model: str = "qwen3-4b") -> dict[str, list[dict]]:
+    """`floors`: bytes, operations, shortest time of every part in a step, in a period (fps) or an eviction, at
+    batch 14 and 192, budgets 1,024 and 2,048. `table4`: tokens/s that nothing made of these parts exceeds."""
+    shape, floors, table = SHAPES[model], [], []
+    for gpu, batch, budget in product(GPUS, (14, 192), (1024, 2048)):
+        for part, when, times, *spent in work(shape, batch, budget):
+            row = {"gpu": gpu, "batch": batch, "budget": budget, "kernel": part, "per": when}
+            row |= {"bytes": times * spent[0], "operations": times * spent[1]}
+            floors.append(row | {"floor_us": round(times * floor(*spent, gpu) * 1e6, 1)})
+    for gpu, (method, budget, batch, paper) in product(GPUS, TABLE_4):
+        seconds = dict.fromkeys(("step", "fps", "eviction"), 0.0)
+        for _, when, times, *spent in work(shape, batch, budget):
+            share = 1 if when == "step" else PERIODS / budget  # of what happens once a period
+            seconds[when] += share * times * floor(*spent, gpu)
+        total = sum(seconds.values())
+        row = {"gpu": gpu, "method": method, "budget": budget, "batch": batch, "paper_tokens_per_s": paper}
+        row |= {"floor_tokens_per_s": round(batch / total, 1)}
+        table.append(row | {f"{when}_share": round(seconds[when] / total, 5) for when in ("eviction", "fps")})
+    return {"floors": floors, "table4": table}
+
+
+def median_seconds(call: Callable, device: str) -> float:
+    """On a GPU out of a CUDA graph of many calls, so that launching costs nothing; on a CPU by the clock."""
+    if device == "cuda":
+        from triton.testing import do_bench_cudagraph
+
+        return do_bench_cudagraph(call, rep=50, return_mode="median") / 1e3
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def timings(device: str) -> list[dict]:
+    """Each kernel's time, and what its bytes would take at the rate of a plain copy, measured first. On a GPU
+    Qwen3-4B with 14 and 192 requests of 2,048 slots; on a CPU something small, on the reference."""
+    shape = SHAPES["qwen3-4b" if device == "cuda" else "smollm2-135m"]
+    sizes = [(14, 2048, shape.layers), (192, 2048, 2)] if device == "cuda" else [(2, 256, 2)]
+    source = torch.zeros(2**30 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    target, rows = torch.zeros_like(source), []
+    copy_rate = 2 * source.numel() / median_seconds(lambda: target.copy_(source), device)
+    for requests, cached, layers in sizes:
+        kernels, spent = choose(device, shape.dim, shape.page), costs(shape, requests, cached, layers)
+        for name, call in calls(kernels, shape, requests, cached, layers, device).items():
+            seconds, (moved, operations) = median_seconds(call, device), spent[name]
+            row = {"kernel": name, "device": device, "requests": requests, "cached": cached, "layers": layers}
+            row |= {"us": round(seconds * 1e6, 1), "floor_us": round(moved / copy_rate * 1e6, 1)}
+            row |= {"of_copy_rate": round(moved / seconds / copy_rate, 3)}
+            rows.append(row | {"tflops": round(operations / seconds / 1e12, 3)})
     return rows

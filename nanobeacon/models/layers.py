@@ -28,5 +28,5 @@ def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32; the result has the scale's dtype."""
+    """Root-mean-square norm over the last dimension, in float32; the result has the scale's dtype."""
     return F.rms_norm(x.float(), scale.shape[-1:], eps=eps).to(scale.dtype) * scale

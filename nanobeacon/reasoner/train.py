@@ -43,13 +43,12 @@ class Stage:
 
 # Looking back is learnt suddenly, and sooner on short problems whose registers never change.
 CURRICULUM = (
-    Stage(800, 160, 24, writes=False),
-    Stage(400, 256, 16, writes=False),
-    Stage(1000, 384, 12),
-    Stage(900, 768, 6),
-    Stage(600, 1536, 3),
+    Stage(350, 160, 24, writes=False),
+    Stage(500, 384, 12),
+    Stage(600, 768, 6),
+    Stage(200, 1536, 3),
 )
-FINE_TUNING = (Stage(700, 768, 6), Stage(400, 1536, 3))
+FINE_TUNING = (Stage(500, 768, 6), Stage(200, 1536, 3))
 
 
 def new_model(seed: int) -> Qwen3ForCausalLM:

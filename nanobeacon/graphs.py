@@ -1,0 +1,127 @@
+"""CUDA graphs of the decode step, one per batch bucket: a step is then one launch instead of hundreds.
+
+Knows the tensors of a batch and that padded rows write to page 0 and buffer row 0; nothing of requests.
+Prefill and evictions stay outside.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .batch import Batch
+from .cache import KVCache, Observation, QueryBuffer
+
+log = logging.getLogger("nanobeacon")
+Replay = Callable[[], Tensor]
+
+
+def buckets(max_num_seqs: int) -> list[int]:
+    """Batch sizes that get a graph: every size from 1 to the maximum fits one of them."""
+    sizes = [1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs]
+    return sorted({size for size in sizes if size <= max_num_seqs})
+
+
+def capture(forward: Replay) -> Replay:
+    """Record `forward` on the current CUDA device; the result replays it and returns the same output
+    tensor."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward()  # compiles kernels and lets libraries set themselves up, outside of the recording
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden = forward()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return hidden
+
+    return replay
+
+
+class DecodeGraphs:
+    """Runs decode batches through recordings made on first use. `record` is `capture`, or a test's
+    stand-in."""
+
+    def __init__(
+        self,
+        model: Callable[[Batch, KVCache, QueryBuffer], Tensor],
+        cache: KVCache,
+        queries: QueryBuffer,
+        max_num_seqs: int,
+        max_cached_length: int,
+        record: Callable[[Replay], Replay] = capture,
+    ) -> None:
+        self.model, self.cache, self.queries = model, cache, queries
+        self.buckets, self.max_cached_length, self.record = buckets(max_num_seqs), max_cached_length, record
+        self._recordings: dict[int, tuple[Batch, Replay]] = {}
+        self._impossible = False
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Hidden states [R, hidden] of a decode batch of R requests, valid until the next call."""
+        count = len(batch.cached_lengths)
+        size = next(bucket for bucket in self.buckets if bucket >= count)
+        if size not in self._recordings and not self._impossible:
+            try:
+                static = self._static(batch, size)
+                self._recordings[size] = (
+                    static,
+                    self.record(lambda: self.model(static, self.cache, self.queries)),
+                )
+            except RuntimeError as error:
+                self._impossible = True
+                log.warning("CUDA graphs are not possible here, decoding without them: %s", error)
+        if size not in self._recordings:
+            return self.model(batch, self.cache, self.queries)
+        static, replay = self._recordings[size]
+        for to, of in zip(_tensors(static), _tensors(batch), strict=True):
+            if to.dim() == 2:  # the page table: what lies right of a request's pages is never read
+                to[:count, : of.shape[1]] = of
+            else:
+                to[: len(of)] = of
+            # Rows past the batch: token 0 at position 0 in slot 0, one cached token, buffer row 0.
+            to[len(of) :] = 1 if to is static.cached_lengths else 0
+        return replay()[:count]
+
+    def _static(self, batch: Batch, size: int) -> Batch:
+        """A batch of `size` padded rows whose tensors stay where they are."""
+
+        def padded(tensor: Tensor, each: int = 1) -> Tensor:
+            return torch.zeros(size * each, dtype=tensor.dtype, device=tensor.device)
+
+        seen, count, device = batch.observation, len(batch.cached_lengths), batch.token_ids.device
+        writes = seen.writes and tuple(padded(w, len(w) // count) for w in seen.writes)
+        observation = Observation(
+            padded(seen.rows) if seen.rows is not None else None,
+            padded(seen.slots) if seen.slots is not None else None,
+            writes,
+        )
+        return replace(
+            batch,
+            token_ids=padded(batch.token_ids),
+            positions=padded(batch.positions),
+            rope_lengths=padded(batch.rope_lengths),
+            slots=padded(batch.slots),
+            cached_lengths=padded(batch.cached_lengths) + 1,
+            cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),
+            page_table=torch.zeros(size, self.cache.page_table.shape[1], dtype=torch.int32, device=device),
+            max_cached_length=self.max_cached_length,
+            runs=None,
+            observation=observation,
+        )
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch that change from step to step."""
+    seen = batch.observation
+    tensors = [batch.token_ids, batch.positions, batch.rope_lengths, batch.slots, batch.cached_lengths]
+    tensors += [
+        batch.page_table,
+        *(x for x in (seen.rows, seen.slots) if x is not None),
+        *(seen.writes or ()),
+    ]
+    return tensors

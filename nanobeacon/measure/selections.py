@@ -1,0 +1,112 @@
+"""Rival ways to find the beacons (Figures 6 and 7): from every past query, or as running averages of them.
+
+A reservoir as large as the context makes the engine keep all queries (`keep_history`); the evictor here boils
+them down to a few before each eviction, while scoring and compaction stay the engine's. Meant for studies, as
+such a history outgrows the cache that it helps to shrink. Knows queries; nothing of problems or answers.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from ..cache import QueryBuffer
+from ..engine import Engine
+from ..eviction import Evictor
+from ..policies import EvictionSettings, Policy
+from ..request import Request
+
+ITERATIONS = 10  # of K-means, always
+DECAYS = (0.9, 0.999)  # of the two moving averages
+
+
+def keep_history(policy: Policy, length: int) -> Policy:
+    """The policy with every query of `length` tokens kept: its reservoir never has to drop one."""
+    return replace(policy, select="reservoir", beacons=length, buffer=None)
+
+
+class SelectingEvictor(Evictor):
+    """Asks `count` queries made from the history by a row of SELECTIONS, and the recents, at each eviction."""
+
+    def __init__(self, engine: Engine, name: str, count: int) -> None:
+        settings, self.history, self.name = engine.config.eviction, engine.queries.buffer, name
+        settings = EvictionSettings(
+            replace(settings.policy, beacons=count), settings.budget, settings.protect
+        )
+        rows, layers, heads, _, head_dim = self.history.shape
+        device, dtype = self.history.device, self.history.dtype
+        queries = QueryBuffer(settings, rows, layers, heads, head_dim, dtype, device)
+        model = engine.model
+        super().__init__(settings, engine.cache, queries, model.rope, model.kernels, engine.config.trace)
+        history_bytes = 0 if name == "ema" else engine.queries.row_bytes  # averages need no history
+        self.row_bytes = queries.row_bytes + history_bytes
+
+    def after_step(self, requests: list[Request]) -> bool:
+        for request in self.due(requests)[1]:
+            self._choose(request)
+        return super().after_step(requests)
+
+    def _choose(self, request: Request) -> None:
+        """Fill the request's row. Its positions stay -1: an average has none."""
+        policy, held = self.settings.policy, self.history[request.row]
+        seed = int(request.chance(self.name, request.num_computed) * 2**53)
+        generator = torch.Generator(held.device).manual_seed(seed)
+        past = held[:, :, : request.num_computed].flatten(0, 1)
+        chosen = SELECTIONS[self.name](past.float(), policy.beacons, generator, self.kernels)
+        row = self.queries.buffer[request.row]
+        row[:, :, : policy.beacons] = chosen.unflatten(0, held.shape[:2]).to(row.dtype)
+        if policy.recents:  # the last slots of both, position modulo recents
+            row[:, :, policy.beacons :] = held[:, :, -policy.recents :]
+
+
+def farthest(past: Tensor, count: int, generator: Generator, kernels) -> Tensor:
+    """FPS over the whole history, which Continual FPS approximates: past [B, N, D] -> [B, count, D]."""
+    lengths = torch.full((len(past),), past.shape[1], dtype=torch.int32, device=past.device)
+    return _taken(past, kernels.fps(past, lengths, count))
+
+
+def centroids(past: Tensor, count: int, generator: Generator, kernels) -> Tensor:
+    """The mean query of each cluster."""
+    members = _members(past, _clusters(past, count, generator))
+    return members @ past / members.sum(-1, keepdim=True).clamp(min=1)
+
+
+def central(past: Tensor, count: int, generator: Generator, kernels) -> Tensor:
+    """The query nearest to the centroid of each cluster."""
+    unit = F.normalize(past, dim=-1)
+    return _taken(past, (unit @ _clusters(past, count, generator).mT).argmax(1))
+
+
+def averages(past: Tensor, count: int, generator: Generator, kernels) -> Tensor:
+    """Exponential moving averages over the history, one for each of DECAYS, their weights summing to 1."""
+    ages = torch.arange(past.shape[1] - 1, -1, -1, device=past.device)
+    weights = torch.stack([decay**ages for decay in DECAYS])
+    return weights / weights.sum(-1, keepdim=True) @ past
+
+
+SELECTIONS = {"history": farthest, "kmeans": centroids, "nearest": central, "ema": averages}
+
+
+def _taken(past: Tensor, picks: Tensor) -> Tensor:
+    return past.gather(1, picks[..., None].expand(-1, -1, past.shape[-1]))
+
+
+def _members(past: Tensor, centres: Tensor) -> Tensor:
+    """float [B, count, N]: 1 where a query belongs to a centre, the nearest by cosine."""
+    nearest = (F.normalize(past, dim=-1) @ centres.mT).argmax(-1)
+    return F.one_hot(nearest, centres.shape[1]).float().mT
+
+
+def _clusters(past: Tensor, count: int, generator: Generator) -> Tensor:
+    """Unit centres [B, count, D] by K-means on directions, begun by K-means++: far queries are likely starts."""
+    unit = F.normalize(past, dim=-1)
+    centres = unit[:, :1]
+    while centres.shape[1] < count:
+        distance = (1 - (unit @ centres.mT).amax(-1)).clamp(min=1e-9)
+        centres = torch.cat((centres, _taken(unit, torch.multinomial(distance, 1, generator=generator))), 1)
+    for _ in range(ITERATIONS):
+        sums = _members(past, centres) @ unit
+        empty = sums.norm(dim=-1, keepdim=True) == 0
+        centres = torch.where(empty, centres, F.normalize(sums, dim=-1))
+    return centres

@@ -1,0 +1,499 @@
+"""checkpoint.py: from a folder or hub id to filled views. Folders are made here, the hub is monkeypatched."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanobeacon import checkpoint as module
+from nanobeacon.checkpoint import Checkpoint, generation_defaults, load_into, resolve
+
+INDEX = "model.safetensors.index.json"
+
+
+def random(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def sharded(folder: Path, shards: dict[str, dict[str, torch.Tensor]], **changes: str) -> Path:
+    """Write shards and their index; changes: entries of the index that differ (name with _ for .)."""
+    weight_map = {}
+    for file, tensors in shards.items():
+        save_file(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    weight_map |= {name.replace("_", "."): file for name, file in changes.items()}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def views_for(tensors: dict[str, torch.Tensor], dtype=torch.float32) -> dict[str, torch.Tensor]:
+    return {name: torch.full(tensor.shape, torch.nan, dtype=dtype) for name, tensor in tensors.items()}
+
+
+# Loading
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_every_value_arrives_cast_to_the_dtype_of_its_view(tmp_path, stored, wanted, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1000)  # many blocks, the last one short, and rows beyond one
+    tensors = {"a.weight": random(37, 11, dtype=stored), "a.bias": random(601, dtype=stored)}
+    tensors |= {"wide.weight": random(3, 1500, dtype=stored), "cube.weight": random(7, 3, 5, dtype=stored)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    views = views_for(tensors, wanted)
+    load_into(views, Checkpoint(tmp_path), progress=False)
+    assert all(torch.equal(views[name], tensor.to(wanted)) for name, tensor in tensors.items())
+
+
+def test_views_into_fused_and_strided_parameters(tmp_path):
+    tensors = {"q": random(6, 8), "k": random(2, 8), "column": random(5, 3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    fused, wide = torch.nn.Parameter(torch.zeros(8, 8)), torch.zeros(5, 9)
+    q, k = fused.split([6, 2])  # a parameter that wants gradients: loading is no operation on it
+    load_into({"q": q, "k": k, "column": wide[:, 3:6]}, Checkpoint(tmp_path), progress=False)
+    assert torch.equal(fused, torch.cat((tensors["q"], tensors["k"])))
+    assert torch.equal(wide[:, 3:6], tensors["column"]) and not wide[:, :3].any() and not wide[:, 6:].any()
+
+
+def test_shards_follow_the_index_and_other_files_are_ignored(tmp_path):
+    first, second = {"a": random(4, 4), "b": random(3)}, {"c": random(2, 5)}
+    sharded(tmp_path, {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second})
+    for stray in ("consolidated.safetensors", "adapter_model.safetensors", "model.safetensors"):
+        save_file({"a": torch.zeros(1), "stray": torch.zeros(1)}, tmp_path / stray)
+    (tmp_path / "model-00003-of-00002.safetensors").write_bytes(b"broken")
+    views = views_for(first | second)
+    load_into(views, Checkpoint(tmp_path), progress=False)
+    assert all(torch.equal(views[name], tensor) for name, tensor in (first | second).items())
+
+
+def test_a_shard_may_lie_in_a_folder_below(tmp_path):
+    (tmp_path / "weights").mkdir()
+    checkpoint = Checkpoint(sharded(tmp_path, {"weights/one.safetensors": {"a": random(2)}}))
+    assert checkpoint.tensors["a"].file == tmp_path / "weights/one.safetensors"
+
+
+def test_old_inverse_frequencies_are_the_only_tensors_skipped(tmp_path):
+    tensors = {"a": random(2, 2), "model.layers.0.self_attn.rotary_emb.inv_freq": random(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    views = {"a": torch.zeros(2, 2)}
+    load_into(views, Checkpoint(tmp_path), progress=False)
+    assert torch.equal(views["a"], tensors["a"])
+
+
+def test_dtype_is_that_of_most_tensors(tmp_path):
+    tensors = {"a": random(2, dtype=torch.float16), "b": random(3, dtype=torch.float16), "norm": random(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert Checkpoint(tmp_path).dtype == "float16"
+
+
+def test_progress_goes_to_stderr_and_can_be_silent(tmp_path, capsys):
+    save_file({"a": random(8)}, tmp_path / "model.safetensors")
+    load_into({"a": torch.zeros(8)}, Checkpoint(tmp_path), progress=False)
+    assert capsys.readouterr() == ("", "")
+    load_into({"a": torch.zeros(8)}, Checkpoint(tmp_path))
+    out, err = capsys.readouterr()
+    assert out == "" and "weights" in err and "100%" in err
+
+
+# Complete, or one error before any data
+
+
+def test_one_error_lists_everything_that_does_not_fit_and_nothing_is_copied(tmp_path):
+    tensors = {"good": random(2), "short": random(3, 4), "extra.bias": random(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    views = {"good": torch.zeros(2), "short": torch.zeros(4, 3), "absent": torch.zeros(1)}
+    with pytest.raises(ValueError) as caught:
+        load_into(views, Checkpoint(tmp_path), progress=False)
+    message = str(caught.value)
+    assert "missing: absent" in message and "unexpected: extra.bias" in message and "\n" not in message
+    assert "misshapen: short (3, 4) instead of (4, 3)" in message and str(tmp_path) in message
+    assert not views["good"].any()
+
+
+def test_a_bias_without_a_place_is_unexpected(tmp_path):
+    name = "model.layers.0.self_attn.o_proj.bias"
+    save_file({"a": random(2), name: random(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"unexpected: {name}"):
+        load_into({"a": torch.zeros(2)}, Checkpoint(tmp_path), progress=False)
+
+
+def test_long_lists_are_shortened_with_a_count(tmp_path):
+    save_file({"a": random(1)}, tmp_path / "model.safetensors")
+    views = {f"layer.{i:03}": torch.zeros(1) for i in range(100)} | {"a": torch.zeros(1)}
+    with pytest.raises(ValueError, match="missing: layer.000, .*layer.007 and 92 more") as caught:
+        load_into(views, Checkpoint(tmp_path), progress=False)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn])
+def test_tensors_that_are_not_float_are_called_quantised(tmp_path, dtype):
+    save_file({"a": torch.zeros(4, dtype=dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="quantised: a "):
+        load_into({"a": torch.zeros(4)}, Checkpoint(tmp_path), progress=False)
+
+
+def test_a_file_cut_while_it_loads_is_an_error(tmp_path):
+    save_file({"a": random(1000)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 2000)
+    with pytest.raises(ValueError, match="model.safetensors ended early"):
+        load_into({"a": torch.zeros(1000)}, checkpoint, progress=False)
+
+
+# Folders that are not right
+
+
+def test_an_index_that_names_a_missing_shard(tmp_path):
+    sharded(tmp_path, {"one.safetensors": {"a": random(2)}}, b="two.safetensors", c="three.safetensors")
+    with pytest.raises(ValueError, match="three.safetensors, two.safetensors.*missing"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "a/../../x", "/etc/x", "..\\x", "C:\\x", "\\\\host\\x", "C:x"]
+)
+def test_an_index_that_leaves_the_folder_is_refused(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"b": random(2)}, tmp_path / "x.safetensors")
+    sharded(folder, {"one.safetensors": {"a": random(2)}}, b=name)
+    with pytest.raises(ValueError, match="inside the folder"):
+        Checkpoint(folder)
+
+
+def test_links_of_the_hub_cache_are_followed(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    save_file({"a": random(2)}, tmp_path / "blobs" / "0123")
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/0123")
+    assert Checkpoint(tmp_path / "snapshot").tensors["a"].shape == (2,)
+
+
+def test_an_index_that_contradicts_its_shards(tmp_path):
+    sharded(tmp_path, {"one.safetensors": {"a": random(2)}}, ghost="one.safetensors")
+    with pytest.raises(ValueError, match="one.safetensors.*'ghost'"):
+        Checkpoint(tmp_path)
+    sharded(
+        tmp_path, {"one.safetensors": {"a": random(2)}, "two.safetensors": {"a": random(2), "b": random(1)}}
+    )
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="two.safetensors.*'a'.*one file only"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", "{", '{"weight_map": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'],
+)
+def test_a_malformed_index_names_its_file(tmp_path, content):
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(ValueError, match=INDEX):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickle_is_refused_and_the_error_says_why(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{name}.*pickle can run code"):
+        Checkpoint(tmp_path)
+
+
+def test_a_folder_without_weights(tmp_path):
+    save_file({"a": random(2)}, tmp_path / "consolidated.safetensors")
+    with pytest.raises(ValueError, match="has no model.safetensors and no"):
+        Checkpoint(tmp_path)
+
+
+def header(content: str, data: int = 8) -> bytes:
+    return len(content).to_bytes(8, "little") + content.encode() + bytes(data)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x01\x02",
+        b"\xff" * 100,
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12\n",  # cloned without git lfs
+        header("no json"),
+        header('{"a": 1}'),
+        header('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', data=4),
+        header('{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}'),
+        header('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}', data=16),
+    ],
+)
+def test_a_broken_file_is_an_error_that_names_it(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("left", [3, 100, -1])
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path, left):
+    tensors = {f"layer.{i}.weight": random(10, 10) for i in range(5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:left])
+    with pytest.raises(ValueError, match=r"model\.safetensors is no whole safetensors file"):
+        Checkpoint(tmp_path)
+
+
+# Memory
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from nanobeacon.checkpoint import Checkpoint, load_into
+
+def status(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+def load(folder, dtype):
+    checkpoint = Checkpoint(folder)
+    views = {name: torch.empty(info.shape, dtype=dtype) for name, info in checkpoint.tensors.items()}
+    load_into(views, checkpoint, progress=False)
+    return sum(view.nbytes for view in views.values())
+
+load(sys.argv[1], torch.float32)  # once in small: what loads lazily in torch is not the loader's
+before = status("VmRSS:")
+size = load(sys.argv[2], getattr(torch, sys.argv[3]))
+print((status("VmHWM:") - before) / size)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of peak memory")
+def test_loading_takes_less_than_a_tenth_beside_the_model(tmp_path):
+    """The embedding is half of the model, as in small ones: read whole, it would be far more than a tenth."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.mkdir()
+    large.mkdir()
+    save_file({"a": random(64, 64)}, small / "model.safetensors")
+    tensors = {f"{i}.weight": torch.ones(4000, 1000, dtype=torch.bfloat16) for i in range(6)}
+    last = {"embedding": torch.ones(24000, 1000, dtype=torch.bfloat16)}  # read when all else is in memory
+    sharded(large, {"one.safetensors": tensors, "two.safetensors": last})  # 96 MB
+    command = [sys.executable, "-c", MEASURE, str(small), str(large), "float16"]
+    finished = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
+    assert 0.95 < float(finished.stdout) < 1.1
+
+
+# From a name to a folder
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """snapshot_download replaced: its calls are kept; `.answer` is what it returns, or raises."""
+
+    class Hub:
+        answer, calls = tmp_path, []
+
+        def snapshot_download(self, repository, **options):
+            self.calls.append((repository, options))
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return str(self.answer)
+
+    import huggingface_hub
+
+    hub = Hub()
+    hub.calls = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
+    return hub
+
+
+def test_a_folder_stays_as_it_is_and_never_asks_the_hub(tmp_path, hub, monkeypatch):
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("some/model") == Path("some/model")  # a folder wins over a repository of the same name
+    assert resolve(tmp_path) == tmp_path and resolve("~/some") == tmp_path / "some"
+    assert hub.calls == []
+
+
+def downloaded(options: dict, files: list[str]) -> list[str]:
+    from huggingface_hub.utils import filter_repo_objects
+
+    return [*filter_repo_objects(files, **options)]
+
+
+def test_only_the_needed_files_are_downloaded(hub, tmp_path):
+    small = [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ]
+    weights = ["model.safetensors", "model-00001-of-00002.safetensors", INDEX]
+    others = [
+        "consolidated.safetensors",
+        "adapter_model.safetensors",
+        "pytorch_model.bin",
+        "original/tokenizer.model",
+    ]
+    others += [
+        "README.md",
+        "onnx/model.onnx",
+        "model.onnx",
+        "training_args.bin",
+        "fp16/model.safetensors",
+        "model.gguf",
+    ]
+    assert resolve("owner/model") == tmp_path
+    assert resolve("gpt2", config_only=True) == tmp_path
+    (first, options), (second, without_weights) = hub.calls
+    assert (first, second) == ("owner/model", "gpt2")
+    assert downloaded(options, small + weights + others) == small + weights
+    assert downloaded(without_weights, small + weights + others) == small
+
+
+def http_error(kind: str, text: str = "401 Client Error.\n\nRepository Not Found"):
+    """An error of huggingface_hub without the response that its constructor wants."""
+    from huggingface_hub import errors
+
+    error = getattr(errors, kind).__new__(getattr(errors, kind))
+    error.args = (text,)
+    return error
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("GatedRepoError", "gated.*hf auth login"),
+        ("RepositoryNotFoundError", "no repository of the hub"),
+        ("LocalEntryNotFoundError", "cannot be reached"),
+        ("HFValidationError", "no valid repository id"),
+        ("HfHubHTTPError", "HfHubHTTPError: 401 Client Error. Repository Not Found"),
+    ],
+)
+def test_a_repository_that_cannot_be_had_is_a_value_error_of_one_line(hub, kind, words):
+    hub.answer = http_error(kind)
+    with pytest.raises(ValueError, match=f"'owner/model' is .*{words}") as caught:
+        resolve("owner/model")
+    assert "\n" not in str(caught.value) and type(caught.value) is ValueError
+
+
+def test_an_error_of_the_network_is_a_value_error_too(hub):
+    hub.answer = ConnectionResetError("peer went away")
+    with pytest.raises(ValueError, match="ConnectionResetError: peer went away"):
+        resolve("owner/model")
+
+
+@pytest.mark.parametrize("name", ["owner/--model", "own er/model", "a" * 200, "nul\x00"])
+def test_names_that_the_hub_library_refuses(name):
+    """Its real check, which runs before any network."""
+    with pytest.raises(ValueError, match="no valid repository id"):
+        resolve(name)
+
+
+def test_without_network_and_cache_the_real_library_says_so(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="no folder and not wholly in the hub's cache"):
+        resolve("owner/model")
+
+
+def test_without_network_the_cache_of_the_real_library_serves(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    commit = "0" * 40
+    repository = tmp_path / "models--owner--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    save_file({"a": random(2)}, snapshot / "model.safetensors")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = resolve("owner/model")
+    assert folder.samefile(snapshot) and [*Checkpoint(folder).tensors] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "name", ["./model", "../model", "/no/such/model", "~/no/such/model", "a/b/c", "", Path("owner/model")]
+)
+def test_what_can_only_be_a_folder_must_exist(hub, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is no folder"):
+        resolve(name)
+    assert hub.calls == []
+
+
+def test_a_file_instead_of_a_folder(hub, tmp_path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match="model.gguf' is no folder"):
+        resolve(str(tmp_path / "model.gguf"))
+    assert hub.calls == []
+
+
+# Defaults of sampling
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (None, {"temperature": 0.0}),
+        ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"do_sample": True}, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}),
+        (
+            {
+                "do_sample": True,
+                "temperature": 0.6,
+                "top_k": 20,
+                "top_p": 0.95,
+                "min_p": 0.1,
+                "eos_token_id": [1],
+            },
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
+        ),
+        (
+            {"do_sample": True, "top_k": 0, "min_p": None},
+            {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        ),
+    ],
+)
+def test_sampling_defaults_are_those_of_transformers(tmp_path, content, expected):
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert generation_defaults(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "content, name",
+    [
+        ('{"do_sample": "yes"}', "do_sample"),
+        ('{"do_sample": true, "temperature": "hot"}', "temperature"),
+        ('{"do_sample": true, "top_k": -1}', "top_k"),
+        ('{"do_sample": true, "top_p": NaN}', "top_p"),
+        ('{"do_sample": true', "generation_config.json"),
+    ],
+)
+def test_malformed_sampling_defaults_are_refused_by_name(tmp_path, content, name):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=name):
+        generation_defaults(tmp_path)
+
+
+@pytest.mark.real
+def test_the_real_model():
+    from tests.real_checkpoint import real_checkpoint
+
+    folder = real_checkpoint()
+    tensors = load_file(folder / "model.safetensors")
+    views = views_for(tensors, torch.bfloat16)
+    load_into(views, Checkpoint(folder), progress=False)
+    assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
+    assert len(tensors) == 272 and "lm_head.weight" not in tensors
+    assert generation_defaults(folder) == {"temperature": 0.0}
