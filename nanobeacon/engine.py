@@ -164,13 +164,27 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
-    @torch.inference_mode()
     def step(self) -> list[Request]:
-        """One forward pass; returns the requests that got a token."""
-        began = time.perf_counter()
+        """One forward pass; returns the requests that got a token. If it fails, those in it end in error."""
         plan = self.scheduler.plan()
         if plan is None:
             return []
+        try:
+            return self._run(plan)
+        except BaseException as error:
+            followers = [r for r in self.scheduler.running if r.leader in plan.requests]
+            for request in plan.requests + followers:
+                if request.finish_reason is None:
+                    failed = isinstance(error, Exception)  # else somebody asked to stop
+                    request.finish_reason, request.error = (
+                        ("error", repr(error)) if failed else ("abort", None)
+                    )
+                    self._close(request)
+            raise
+
+    @torch.inference_mode()
+    def _run(self, plan: Plan) -> list[Request]:
+        began = time.perf_counter()
         batch = Batch.build(plan, self.cache, self.queries)
         if self.graphs is not None and not plan.prefill:
             hidden = self.graphs(batch)
@@ -190,15 +204,17 @@ class Engine:
             self._take_tokens(ready + forks, logits)
         for request in forks:
             request.leader = None
-        began_eviction = time.perf_counter()
-        going_on = [r for r in plan.requests + forks if r.finish_reason is None]
-        if self.evictor.after_step(going_on):
-            if hidden.is_cuda:
-                torch.cuda.synchronize(hidden.device)
-            self.stats.eviction_seconds += time.perf_counter() - began_eviction
-            self.stats.evictions = self.evictor.evictions
+        self._evict([r for r in plan.requests + forks if r.finish_reason is None], hidden.device)
         self._count_time(plan, len(ready) + len(forks), time.perf_counter() - began)
         return ready + forks
+
+    def _evict(self, going_on: list[Request], device: torch.device) -> None:
+        began = time.perf_counter()
+        if self.evictor.after_step(going_on):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            self.stats.eviction_seconds += time.perf_counter() - began
+            self.stats.evictions = self.evictor.evictions
 
     def _fork(self, ready: list[Request]) -> list[Request]:
         """Completions that waited for a prompt's prefill: copy what they do not share, so that they stand
@@ -209,6 +225,7 @@ class Engine:
             request.num_computed, request.cached_length = leader.num_computed, leader.cached_length
             used = -(-leader.cached_length // self.config.page_size)
             private = [i for i in range(used) if leader.pages[i] != request.pages[i]]
+            request.trace = list(leader.trace)
             self.cache.write_page_table(request)
             self.cache.copy_pages([leader.pages[i] for i in private], [request.pages[i] for i in private])
             self.queries.copy_row(leader, request)
@@ -237,7 +254,8 @@ class Engine:
             p = r.params
             greedy = p.temperature == 0 or r.forced is not None
             u = 0.0 if greedy else uniform(r.seed, r.completion, r.num_tokens)
-            draws.append(Draw(0.0 if greedy else p.temperature, p.top_k, p.top_p, p.min_p, u))
+            top_k = min(p.top_k, self.vocabulary)
+            draws.append(Draw(0.0 if greedy else p.temperature, top_k, p.top_p, p.min_p, u))
         tokens = sample(logits, draws)
         for i, r in enumerate(requests):
             if r.forced is not None:

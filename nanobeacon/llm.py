@@ -145,16 +145,17 @@ class LLM:
         self._text_needs_tokenizer("stream")
         if params is not None and params.n != 1:
             raise ValueError(f"n={params.n}: a stream is one completion; generate gives several")
-        requests = self.submit([prompt], params)
-        if requests[0].error:
-            raise ValueError(requests[0].error)
+        prompt = self._ids(prompt)
 
         def pieces() -> Iterator[str]:
+            requests = self.submit(
+                [prompt], params
+            )  # here, so that a stream nobody reads leaves nothing behind
             for request, piece in self.run(requests):
                 if piece:
                     yield piece
                 if request.error:
-                    raise RuntimeError(request.error)
+                    raise ValueError(request.error)
 
         return pieces()
 
@@ -173,21 +174,20 @@ class LLM:
             raise ValueError(
                 f"{len(prompts)} prompts and {len(continuations)} continuations: as many are needed"
             )
-        requests: list[Request] = []
-        for i, (prompt, given) in enumerate(zip(prompts, continuations, strict=True)):
-            forced = self._ids(given, special=False)
+        ids, given = [self._ids(p) for p in prompts], [self._ids(c, special=False) for c in continuations]
+        for i, forced in enumerate(given):
             if not forced:
                 raise ValueError(f"continuations[{i}] is empty: at least one token is needed")
-            params = SamplingParams(max_tokens=len(forced), logprobs=0, temperature=0.0)
-            (request,) = self.engine.submit(
-                self._ids(prompt), params.with_defaults(self._defaults), forced=forced
-            )
-            if request.error:
-                self._abort(requests)
-                raise ValueError(f"prompts[{i}]: {request.error}")
+        requests: list[Request] = []
+        for i, (prompt, forced) in enumerate(zip(ids, given, strict=True)):
+            params = SamplingParams(max_tokens=len(forced), logprobs=0).with_defaults(self._defaults)
+            requests += self.engine.submit(prompt, params, forced=forced)
             if on_logits is not None:
-                request.on_logits = lambda index, logits, i=i: on_logits(i, index, logits)
-            requests.append(request)
+                requests[i].on_logits = lambda index, logits, i=i: on_logits(i, index, logits)
+        refused = [f"prompts[{i}]: {r.error}" for i, r in enumerate(requests) if r.error]
+        if refused:
+            self._abort(requests)
+            raise ValueError(refused[0])
         for _ in self.run(requests):
             pass
         for i, request in enumerate(requests):

@@ -24,29 +24,23 @@ class PagePool:
     def used_count(self) -> int:
         return self.num_pages - 1 - self.free_count
 
-    def allocate(self, count: int, after: int | None = None, grows: bool = False) -> list[int] | None:
-        """`count` pages, or None when fewer are free: one run where there is one.
+    def allocate(self, count: int, at: int | None = None) -> list[int] | None:
+        """`count` pages, or None when fewer are free.
 
-        after: take the page behind this one if it is free, so that a run stays one. grows: the owner will ask
-        for more, so start in the middle of the largest free run, which leaves it and its neighbour room.
-        Otherwise the smallest run that fits is taken, or, where none does, pieces of the largest.
+        From page `at` on where these are free; else the smallest free run that holds them all; where none
+        does, pieces of the largest.
         """
         if count > self.free_count:
             return None
         pages: list[int] = []
-        if after is not None:
-            at = bisect_left(self._runs, (after + 1, 0))
-            if at < len(self._runs) and self._runs[at][0] == after + 1:
-                pages += self._cut(after + 1, min(count, self._runs[at][1] - after - 1))
+        if at is not None and count and any(a <= at and at + count <= b for a, b in self._runs):
+            pages = self._cut(at, count)
         while len(pages) < count:
             wanted = count - len(pages)
             by_size = sorted(self._runs, key=lambda run: run[1] - run[0])
             fits = [run for run in by_size if run[1] - run[0] >= wanted]
-            first, end = fits[0] if fits and not grows else by_size[-1]
-            size = min(wanted, end - first)
-            if grows and first > 1:
-                first = max(first, min((first + end) // 2, end - size))
-            pages += self._cut(first, size)
+            first, end = fits[0] if fits else by_size[-1]
+            pages += self._cut(first, min(wanted, end - first))
         return pages
 
     def share(self, pages: Iterable[int]) -> None:

@@ -5,9 +5,22 @@ gives the numbers of section 3. To try an idea, add a row, or hand a `Policy` to
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-SELECTIONS = ("fps", "first", "reservoir", "none")
-DEFAULT_WINDOW, DEFAULT_BEACONS, DEFAULT_RECENTS = 32, 16, 16
+WORDS = {
+    "ranking": ("queries", "newest", "random", "none"),
+    "select": ("fps", "first", "reservoir", "none"),
+    "domain": ("all", "evictable", "before-recents"),
+    "group": ("max", "layer", "logits"),
+    "pool": ("max", "mean", "sum"),
+    "smoothing": (None, "avg", "max"),
+}
+DEFAULTS = {"window": 32, "beacons": 16, "recents": 16, "protect": "prompt"}
+
+
+def _whole(name: str, value: object, least: int = 0, or_else: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: {or_else}a whole number of at least {least} is possible")
 
 
 @dataclass(frozen=True)
@@ -16,17 +29,28 @@ class Policy:
     win."""
 
     name: str
-    ranking: str = "queries"  # queries | newest | random | none: by what the evictable tokens are ranked
-    select: str = "fps"  # fps | first | reservoir | none: which past queries become the beacons
-    beacons: int = DEFAULT_BEACONS  # queries rotated at the current position
-    recents: int = DEFAULT_RECENTS  # newest queries, rotated at their own positions
-    domain: str = "all"  # all | evictable | before-recents: the slots that the softmax runs over
-    group: str = "max"  # max | layer | logits: how the heads of a KV head are pooled
-    pool: str = "max"  # max | mean | sum: how the queries are pooled
-    smoothing: str | None = None  # avg | max, over 7 neighbouring slots
-    window: int = DEFAULT_WINDOW  # newest tokens that always stay
+    ranking: str = "queries"  # by what the evictable tokens are ranked
+    select: str = "fps"  # which past queries become the beacons
+    beacons: int = DEFAULTS["beacons"]  # queries rotated at the current position
+    recents: int = DEFAULTS["recents"]  # newest queries, rotated at their own positions
+    domain: str = "all"  # the slots that the softmax runs over
+    group: str = "max"  # how the heads of a KV head are pooled
+    pool: str = "max"  # how the queries are pooled
+    smoothing: str | None = None  # over 7 neighbouring slots
+    window: int = DEFAULTS["window"]  # newest tokens that always stay
     attention_share: float | None = None  # R-KV's lambda: the rest of the score is minus the redundancy
     buffer: int | None = None  # rows of the query buffer; None: beacons + recents
+
+    def __post_init__(self) -> None:
+        for name, words in WORDS.items():
+            if getattr(self, name) not in words:
+                raise ValueError(
+                    f"policy {self.name!r}: {name}={getattr(self, name)!r}: possible are {words}"
+                )
+        for name in ("beacons", "recents", "window"):
+            _whole(name, getattr(self, name))
+        if self.buffer is not None:
+            _whole("buffer", self.buffer, least=self.beacons + self.recents)
 
 
 _LATEST = Policy("recent", select="none", beacons=0, recents=32)  # asks only the newest queries
@@ -78,7 +102,7 @@ class EvictionSettings:
     @property
     def reduces(self) -> bool:
         """Whether beacons are distilled by repeated reduction, with a freeze before each eviction."""
-        return self.policy.select == "fps"
+        return self.policy.select == "fps" and self.policy.ranking == "queries"
 
     @property
     def recents(self) -> int:
@@ -105,9 +129,9 @@ class EvictionSettings:
 def settle(
     policy: str | Policy = "beacon",
     budget: int | None = None,
-    window: int = DEFAULT_WINDOW,
-    beacons: int = DEFAULT_BEACONS,
-    recents: int = DEFAULT_RECENTS,
+    window: int = DEFAULTS["window"],
+    beacons: int = DEFAULTS["beacons"],
+    recents: int = DEFAULTS["recents"],
     protect: str | int = "prompt",
 ) -> EvictionSettings | None:
     """The settings of an engine, or None for a full cache. Numbers other than the defaults replace the
@@ -119,24 +143,22 @@ def settle(
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: possible are {', '.join(POLICIES)}")
         policy = POLICIES[policy]
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy={policy!r}: a name of {', '.join(POLICIES)} or a Policy is possible")
     for name, value in (("window", window), ("beacons", beacons), ("recents", recents)):
         _whole(name, value)
     if protect != "prompt":
         _whole("protect", protect, or_else="'prompt' or ")
-    if policy.ranking == "none":
-        if budget is not None:
-            raise ValueError(
-                f"budget={budget}: policy {policy.name!r} keeps everything; leave the budget out"
-            )
-        return None
-    plain = replace(policy)
-    policy = _overridden(policy, window, beacons, recents)
+    if policy.ranking == "none" and budget is not None:
+        raise ValueError(f"budget={budget}: policy {policy.name!r} keeps everything; leave the budget out")
+    numbers = {"window": window, "beacons": beacons, "recents": recents, "protect": protect}
     if budget is None:
-        if policy != plain or policy.name != "beacon" or protect != "prompt":
-            raise ValueError(
-                f"budget=None: policy {policy.name!r} and its numbers act only under a budget; give one"
-            )
+        idle = [f"{name}={value}" for name, value in numbers.items() if value != DEFAULTS[name]]
+        idle += [f"policy={policy.name!r}"] if policy.name not in ("beacon", "full") else []
+        if idle:
+            raise ValueError(f"{idle[0]}: acts only under a budget, and budget=None; give one")
         return None
+    policy = _overridden(policy, numbers)
     _whole("budget", budget, least=1)
     settings = EvictionSettings(policy, budget, protect)
     if settings.kept <= settings.window:
@@ -149,28 +171,17 @@ def settle(
     return settings
 
 
-def _overridden(policy: Policy, window: int, beacons: int, recents: int) -> Policy:
-    """The policy with the user's numbers, where they differ from the defaults and the policy has such a
-    number."""
-    changes = {}
-    for name, value, default, has in (
-        ("window", window, DEFAULT_WINDOW, policy.ranking != "newest"),
-        ("beacons", beacons, DEFAULT_BEACONS, policy.beacons > 0),
-        ("recents", recents, DEFAULT_RECENTS, policy.recents > 0),
-    ):
-        if value == default:
-            continue
-        if not has:
+def _overridden(policy: Policy, numbers: dict[str, Any]) -> Policy:
+    """The policy with the user's numbers where they are not the defaults; one it does not have is refused."""
+    has = {"window": policy.ranking in ("queries", "random")}
+    has |= {"beacons": policy.beacons > 0, "recents": policy.recents > 0}
+    changes = {name: numbers[name] for name in has if numbers[name] != DEFAULTS[name]}
+    for name, value in changes.items():
+        if not has[name]:
             raise ValueError(f"{name}={value}: policy {policy.name!r} has no {name}; leave it out")
-        changes[name] = value
     policy = replace(policy, **changes)
     if policy.ranking == "queries" and policy.beacons + policy.recents == 0:
         raise ValueError("beacons=0 and recents=0: at least one query is needed to rank the tokens")
     if policy.beacons == 0:
         policy = replace(policy, select="none")  # rows of recents alone stay across evictions
     return policy
-
-
-def _whole(name: str, value: object, least: int = 0, or_else: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}: {or_else}a whole number of at least {least} is possible")

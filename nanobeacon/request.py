@@ -3,8 +3,8 @@
 Knows nothing of tensors, models or text: a request is token ids, lengths and pages.
 """
 
-import math
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,10 +32,12 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        )
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            value = getattr(self, name)
+            value = () if value is None else (value,) if name == "stop" and isinstance(value, str) else value
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"{name}={value!r}: a list of {kind.__name__} is possible")
+            object.__setattr__(self, name, tuple(value))
         whole = {"max_tokens": 1, "top_k": 0, "n": 1, "logprobs": 0, "seed": None}
         for name, least in whole.items():
             value = getattr(self, name)
@@ -45,16 +47,14 @@ class SamplingParams:
                 wanted = "a whole number" + ("" if least is None else f" of at least {least}")
                 raise ValueError(f"{name}={value!r}: {wanted} is possible")
         ranges = {
-            "temperature": (lambda v: v >= 0, "a number of at least 0"),
+            "temperature": (lambda v: 0 <= v <= sys.float_info.max, "a number of at least 0"),
             "top_p": (lambda v: 0 < v <= 1, "a number above 0 and up to 1"),
             "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
         }
         for name, (possible, wanted) in ranges.items():
             value = getattr(self, name)
-            if value is None:
-                continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or not possible(value):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and possible(value)):
                 raise ValueError(f"{name}={value!r}: {wanted} is possible")
         if not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop={list(self.stop)!r}: strings that are not empty are possible")
@@ -125,17 +125,17 @@ class Request:
         return self.cached_length - self.protected
 
     def chance(self, purpose: str, position: int) -> float:
-        """A number in [0, 1) that depends on the request's seed, the purpose and the position alone."""
-        return random.Random(f"{purpose} {self.seed} {self.completion} {position}").random()
+        """A number in [0, 1) that depends on the request's seed, the purpose and the position alone; the
+        completions of one prompt share what happens inside it."""
+        completion = self.completion if position >= len(self.prompt_token_ids) else 0
+        return random.Random(f"{purpose} {self.seed:x} {completion} {position}").random()
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids of the logical positions [start, stop)."""
         prompt = len(self.prompt_token_ids)
         if start >= prompt:
             return self.output_token_ids[start - prompt : stop - prompt]
-        return (self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - prompt)])[
-            : stop - start
-        ]
+        return (self.prompt_token_ids[start:stop] + self.output_token_ids[: stop - prompt])[: stop - start]
 
     def append(self, token_id: int) -> None:
         """Take a sampled token; decides whether it ends the request (stop strings are decided on the

@@ -39,11 +39,12 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.preemptions = 0
         self._rows = list(range(max_num_seqs, 0, -1))
+        self._stretch = (pool.num_pages - 1) // max_num_seqs
         self._decode_next = False
 
     def tokens_held(self, request: Request) -> int:
-        """The most slots the request can ever hold."""
-        total = len(request.prompt_token_ids) + request.max_tokens
+        """The most slots the request can ever hold; the last token it samples is never fed."""
+        total = len(request.prompt_token_ids) + request.max_tokens - 1
         return total if self.budget is None else min(total, request.protected + self.budget)
 
     def fits(self, request: Request) -> bool:
@@ -100,7 +101,9 @@ class Scheduler:
         """First come, first served: the head of the queue waits until its pages and a seat are there."""
         while self.waiting and self._rows:
             request = self.waiting[0]
-            leader = next((r for r in self.running if self._can_lead(r, request)), None)
+            # A completion of the same prompt whose prefill lies ahead: the first of them runs it for all.
+            same = (r for r in self.running if r.arrival == request.arrival and not r.output_token_ids)
+            leader = next(same, None)
             alike = min(request.protected, len(request.prompt_token_ids)) // self.page_size
             shared = leader.pages[:alike] if leader else []
             tokens = request.num_tokens + 1 if self.budget is None else self.tokens_held(request)
@@ -109,18 +112,14 @@ class Scheduler:
             spare = len(self.running) if self.budget is None else 0
             if wanted + spare > self.pool.free_count:
                 return
-            pages = self.pool.allocate(wanted, grows=self.budget is None)
+            request.row, request.leader = self._rows.pop(), leader
+            # Each seat has its own stretch of the pool: a growing request stays one run while it fits there.
+            first = 1 + (request.row - 1) * self._stretch + len(shared)
+            pages = self.pool.allocate(wanted, at=first)
             assert pages is not None
             self.pool.share(shared)
             request.pages, request.pages_changed = shared + pages, True
-            request.row, request.leader = self._rows.pop(), leader
             self.running.append(self.waiting.popleft())
-
-    @staticmethod
-    def _can_lead(runner: Request, request: Request) -> bool:
-        """Whether `runner` is a completion of the same prompt whose prefill still lies ahead of both."""
-        same = runner.arrival == request.arrival and runner.leader is None
-        return same and not runner.output_token_ids and not request.output_token_ids
 
     def _plan_prefill(self) -> Plan | None:
         requests, lengths = [], []
@@ -128,7 +127,7 @@ class Scheduler:
             if request.decodes or request.leader is not None:
                 continue
             length = self.next_chunk(request)
-            if requests and sum(lengths) + length > self.max_prefill_tokens:
+            if sum(lengths) + length > self.max_prefill_tokens:
                 break
             requests.append(request)
             lengths.append(length)
@@ -139,7 +138,7 @@ class Scheduler:
         ready = []
         for request in decoders:
             while request.row and request.cached_length >= len(request.pages) * self.page_size:
-                page = self.pool.allocate(1, after=request.pages[-1])
+                page = self.pool.allocate(1, at=request.pages[-1] + 1)
                 if page is not None:
                     request.pages.extend(page)
                     request.pages_changed = True
@@ -147,7 +146,6 @@ class Scheduler:
                     self._preempt(self.running[-1])
             if request.row:
                 ready.append(request)
-        ready = [r for r in ready if r.row]
         return Plan(ready, [1] * len(ready), False) if ready else self._plan_prefill()
 
     def _preempt(self, request: Request) -> None:

@@ -31,8 +31,8 @@ OPTIONS = {
     "--budget 64 --window 56": r"the smallest budget possible is 65",
     "--budget 64 --policy best": r"policy='best': possible are full, beacon,",
     "--budget 64 --policy full": r"budget=64: policy 'full' keeps everything",
-    "--policy rkv": r"budget=None: policy 'rkv' and its numbers act only under a budget",
-    "--window 16": r"act only under a budget",
+    "--policy rkv": r"policy='rkv': acts only under a budget",
+    "--window 16": r"window=16: acts only under a budget",
     "--budget 64 --window -1": r"window=-1: a whole number of at least 0",
     "--budget 64 --beacons 0 --recents 0": r"at least one query is needed",
     "--budget 64 --policy recent --beacons 8": r"beacons=8: policy 'recent' has no beacons",
@@ -199,7 +199,7 @@ PROMPTS = {
     "token negative": ([-1], r"token id -1"),
     "token is text": (["a"], r"token id"),
     "too long": ([3] * 2048, r"2048 prompt tokens and 1 new ones .* 2048 together"),
-    "does not fit": ([3] * 200, r"210 tokens .* 160 slots"),
+    "does not fit": ([3] * 200, r"209 tokens .* 160 slots"),
 }
 
 

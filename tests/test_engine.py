@@ -3,7 +3,7 @@ requests."""
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCABULARY, prompt_of, tiny_folder
+from tiny import FAMILIES, VOCABULARY, prompt_of, text_folder, tiny_folder
 from transformers import AutoModelForCausalLM
 
 from nanobeacon import LLM, SamplingParams
@@ -112,7 +112,7 @@ def test_preempted_requests_are_recomputed_and_end_the_same(tmp_path):
 def test_prompt_of_exactly_the_pool_and_one_more(tmp_path):
     folder = tiny_folder(tmp_path, "llama")
     llm = LLM(folder, dtype="float32", device="cpu", page_size=8, num_pages=4)
-    fits, too_long = llm.generate([prompt_of(31), prompt_of(32)], SamplingParams(max_tokens=1, **GREEDY))
+    fits, too_long = llm.generate([prompt_of(32), prompt_of(33)], SamplingParams(max_tokens=1, **GREEDY))
     assert fits.finish_reason == "length" and len(fits.token_ids) == 1
     assert (
         too_long.finish_reason == "error" and "33 tokens" in too_long.error and "32 slots" in too_long.error
@@ -230,3 +230,60 @@ def test_stats_add_up(tmp_path):
     assert stats.prefill_seconds > 0 and stats.decode_seconds > 0 and stats.evictions == 0
     assert stats.peak_cached_tokens == 49  # the last token sampled is never fed
     assert stats.peak_kv_bytes == stats.full_kv_bytes == (4 + 1) * 16 * 2 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("policy", ["random", "random-query"])
+def test_completions_keep_the_same_whether_they_share_a_prefill_or_not(tmp_path, policy):
+    """The seeded choices inside the prompt belong to the prompt, not to the completion that read it."""
+    folder = tiny_folder(tmp_path, "llama")
+    params = SamplingParams(max_tokens=70, temperature=0.8, seed=2, n=3, ignore_eos=True)
+    kept = []
+    for seats in (1, 3):
+        llm = LLM(
+            folder,
+            dtype="float32",
+            device="cpu",
+            max_num_seqs=seats,
+            budget=64,
+            policy=policy,
+            protect=4,
+            trace=True,
+        )
+        kept.append([[e.kept.tolist() for e in o.trace] for o in llm.generate([prompt_of(100)], params)])
+    assert kept[0] == kept[1] and kept[0][0] != kept[0][1]
+
+
+def test_an_error_in_a_step_ends_what_ran_in_it_and_leaves_no_trace(tmp_path):
+    llm = LLM(tiny_folder(tmp_path, "llama"), dtype="float32", device="cpu", budget=64)
+    wanted = llm.generate([prompt_of(12)], SamplingParams(max_tokens=9, **GREEDY))[0].token_ids
+    (other,) = llm.submit([prompt_of(12)], SamplingParams(max_tokens=100, **GREEDY))
+
+    def fail(request, index, logits):
+        if index == 2:
+            raise KeyError("from the caller")
+
+    with pytest.raises(KeyError):
+        llm.score([prompt_of(8)], [prompt_of(5)], on_logits=fail)
+    assert other.finish_reason == "error" and "from the caller" in other.error
+    assert llm.engine.pool.used_count == 0 and not llm.engine.has_work()
+    assert llm.generate([prompt_of(12)], SamplingParams(max_tokens=9, **GREEDY))[0].token_ids == wanted
+
+
+def test_calls_that_are_refused_or_never_read_leave_nothing_queued(tmp_path):
+    llm = LLM(text_folder(tmp_path), dtype="float32", device="cpu")
+    with pytest.raises(ValueError, match="continuations"):
+        llm.score([[5, 6], [7]], [[8, 9], []])
+    with pytest.raises(ValueError, match="token id"):
+        llm.score([[5, 6], [9999]], [[8], [8]])
+    stream = llm.stream("abc", SamplingParams(max_tokens=3))
+    del stream
+    assert not llm.engine.has_work()
+
+
+def test_static_batches_read_evenly_spaced_runs_and_give_what_one_alone_gives(tmp_path):
+    """Equal lengths in neighbouring seats are one strided product; it must not matter."""
+    llm = LLM(tiny_folder(tmp_path, "qwen3"), dtype="float32", device="cpu", max_num_seqs=4)
+    prompts = [prompt_of(20, seed=s) for s in range(4)]
+    params = SamplingParams(max_tokens=40, **GREEDY)
+    together = llm.generate(prompts, params)
+    assert [o.token_ids for o in together] == [llm.generate([p], params)[0].token_ids for p in prompts]

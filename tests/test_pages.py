@@ -61,18 +61,16 @@ class PoolMachine(RuleBasedStateMachine):
             assert 1 + sum(b != a + 1 for a, b in zip(pages, pages[1:], strict=False)) == pieces
         self.owners.append(pages)
 
-    @rule(count=st.integers(1, 12))
-    def allocate_to_grow(self, count):
+    @rule(count=st.integers(1, 12), at=st.integers(1, 40))
+    def allocate_at(self, count, at):
         runs = free_runs(self.pool)
-        pages = self.take(count, grows=True)
+        pages = self.take(count, at=at)
         if pages is None:
             return
-        largest = max(len(run) for run in runs)
-        if count <= largest:
-            home = next(run for run in runs if pages[0] in run)
-            assert one_run(pages) and len(home) == largest
-            # Whoever ends before this run keeps room to grow; the bottom of the pool has nobody before it.
-            assert home[0] == 1 or pages[0] - home[0] == min(largest // 2, largest - count)
+        if any(at in run and at + count - 1 in run for run in runs):
+            assert pages == list(range(at, at + count)), "the pages asked for were free"
+        elif any(len(run) >= count for run in runs):
+            assert one_run(pages)
         self.owners.append(pages)
 
     @precondition(lambda self: self.owners)
@@ -81,11 +79,11 @@ class PoolMachine(RuleBasedStateMachine):
         owner = data.draw(st.sampled_from(self.owners))
         last = owner[-1]
         behind = next((run for run in free_runs(self.pool) if run[0] == last + 1), range(0))
-        pages = self.take(count, after=last)
+        pages = self.take(count, at=last + 1)
         if pages is None:
             return
-        fits = min(count, len(behind))
-        assert pages[:fits] == list(behind[:fits]), "the pages behind the owner's last were free"
+        if len(behind) >= count:
+            assert pages == list(behind[:count]), "the pages behind the owner's last were free"
         owner += pages
 
     @precondition(lambda self: self.owners)
@@ -155,10 +153,10 @@ def test_the_smallest_pool_has_one_page_to_give():
 
 def test_two_that_grow_in_turn_each_stay_one_run():
     pool = PagePool(33)
-    first, second = pool.allocate(2, grows=True), pool.allocate(2, grows=True)
+    first, second = pool.allocate(2, at=1), pool.allocate(2, at=17)
     for _ in range(10):
-        first += pool.allocate(1, after=first[-1])
-        second += pool.allocate(1, after=second[-1])
+        first += pool.allocate(1, at=first[-1] + 1)
+        second += pool.allocate(1, at=second[-1] + 1)
     assert one_run(first) and one_run(second)
     pool.check([first, second])
 

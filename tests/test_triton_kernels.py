@@ -1,10 +1,10 @@
 """Every Triton kernel against its reference, under Triton's interpreter on a CPU.
 
-Triton decides while it is imported whether its functions are interpreted, so these cases need a process that sets
-TRITON_INTERPRET first, whatever else the suite has imported. The one test collected here starts it; the cases are
-called case_* and are collected there only. By hand, for one of them:
+Triton decides while it is imported whether its functions are interpreted, so these cases need a process that
+sets TRITON_INTERPRET first, whatever else the suite has imported. The one test collected here starts it; the
+cases are called case_* and are collected there only. By hand, for some of them:
     TRITON_INTERPRET=1 pytest -o python_functions=case_ tests/test_triton_kernels.py -k store
-The interpreter runs the threads of a program as one: a missing barrier does not show here, but in test_gpu.py.
+The interpreter runs a program's threads as one: a missing barrier shows in test_gpu.py, not here.
 """
 
 import os
@@ -49,7 +49,7 @@ def test_triton_equals_the_reference_under_the_interpreter():
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Memory from torch.empty holds NaN (and the largest integers): nothing may be read that was not written."""
+    """Memory from torch.empty holds NaN, or the largest integers: what was not written may not be read."""
     torch.manual_seed(0)
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
@@ -86,7 +86,7 @@ def close(ours, expected, dtype=torch.float32):
 
 
 def make_cache(lengths, page, dim, dtype, layers=1, heads=2):
-    """Keys, values, positions and page table of requests whose pages are shuffled; what they do not hold is poison."""
+    """Keys, values, positions, page table of requests with shuffled pages; what none holds is poison."""
     pages_of = [-(-length // page) for length in lengths]
     order = (torch.randperm(sum(pages_of)) + 1).tolist()  # page 0 is scratch
     table = torch.full((len(lengths), max(pages_of) + 1), 2**30, dtype=torch.int32)
@@ -183,7 +183,7 @@ def case_decode_attention_of_scratch_rows():
 
 @shapes
 def case_prefill_attention(group, dim, page, dtype):
-    """A chunk on top of cached slots, a whole prompt, one query, and a chunk over more than one block and tile."""
+    """A chunk on top of cached slots, a whole prompt, one query, a chunk over several blocks and tiles."""
     lengths, counts = [page + 3, page, 2 * page + 1, 90], [2, page, 1, 40]
     cache = make_cache(lengths, page, dim, dtype)
     q = torch.randn(sum(counts), 2 * group, dim, dtype=dtype)
@@ -261,6 +261,7 @@ def make_scores(group, dim, page, dtype, n=6, layers=2, lengths=(37, 16, 5)):
     at[..., : n // 2] = 2 * max(lengths)  # beacons, at the current position, see all
     at[..., 0] = -1  # absent
     at[0, 0, 0] = -1  # a head without any query
+    queries[at < 0] = torch.nan
     at[-1, :, :, 1:] = 0  # queries that see nothing, or the first key only
     return queries, at, keys, positions, table, torch.tensor(lengths).int()
 
@@ -296,7 +297,7 @@ def case_scores_over_many_tiles_splits_and_blocks_of_heads():
     """32 queries a head, 7 heads: two blocks; 300 slots: several tiles and splits."""
     arguments = make_scores(7, 64, 16, torch.float32, n=32, layers=1, lengths=(300, 129))
     domains = torch.tensor([[0, 300], [64, 128]]).int()
-    for combination in COMBINATIONS:
+    for combination in COMBINATIONS[:3]:
         results = [
             implementation.scores(*arguments, domains, 0.125, 300, *combination)
             for implementation in (kernels(), reference)
@@ -337,3 +338,22 @@ def case_the_seam_gives_what_triton_cannot_to_the_reference():
     for device, dim, page in (("cpu", 72, 16), ("cpu", 272, 16), ("cpu", 64, 24), ("meta", 64, 16)):
         assert choose(device, dim, page) is reference
     assert choose("cpu", 256, 1) is not reference
+
+
+def case_a_whole_generation_with_evictions(tmp_path, monkeypatch):
+    """A tiny model with budget 64: the tokens and the kept positions of the reference."""
+    from tiny import prompt_of, tiny_folder
+
+    from nanobeacon import LLM, SamplingParams
+    from nanobeacon.models import decoder
+
+    folder = tiny_folder(tmp_path, "qwen3", num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1)
+    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (73, 12)]
+    results = []
+    for chosen in (choose, lambda *_: reference):
+        monkeypatch.setattr(decoder, "choose", chosen)
+        llm = LLM(folder, device="cpu", dtype="float32", page_size=8, budget=64, trace=True)
+        outputs = llm.generate([prompt_of(19), prompt_of(8)], params)
+        results.append([(o.token_ids, [event.kept.tolist() for event in o.trace]) for o in outputs])
+    assert results[0] == results[1]
+    assert len(results[0][0][1]) == 2

@@ -1,4 +1,4 @@
-"""What the measurements share: memory, intervals, tables, and objects that live in processes of their own.
+"""What the measurements share: memory, intervals, columns, and objects that live in processes of their own.
 
 Knows nothing of models, engines or of what is measured.
 """
@@ -6,8 +6,8 @@ Knows nothing of models, engines or of what is measured.
 import multiprocessing
 import signal
 import statistics
-import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,19 @@ from typing import Any
 import torch
 
 
+def names(text: str) -> list[str]:
+    """A,B of a command line."""
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def proc(path: str) -> dict[str, str]:
     """The `name: value` lines of a file below /proc, empty where there is none."""
-    try:
-        lines = (line.partition(":") for line in Path(path).read_text().splitlines())
-    except OSError:
-        return {}
-    return {name.strip(): value.strip() for name, _, value in lines}
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def proc_bytes(path: str, name: str) -> int:
@@ -30,21 +36,16 @@ def proc_bytes(path: str, name: str) -> int:
 
 
 def peak_memory(device: str) -> int:
-    """Most bytes so far: allocated on the GPU, else resident in this process, files mapped into it included."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device)
-    if peak := proc_bytes("/proc/self/status", "VmHWM"):
-        return peak
-    import resource  # in bytes on a Mac, in kB elsewhere
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Most bytes so far: allocated on the GPU, else resident in this process, mapped files included."""
+    cuda = device.startswith("cuda")
+    return torch.cuda.max_memory_allocated(device) if cuda else proc_bytes("/proc/self/status", "VmHWM")
 
 
 def reset_peak_memory(device: str) -> None:
-    """Let `peak_memory` start again from what is held now; without /proc it goes on from the process's start."""
+    """Let `peak_memory` start again from what is held now."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
+    elif Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -62,37 +63,29 @@ def bootstrap(values: Sequence[float], seed: int = 0, rounds: int = 2000) -> dic
     """Mean of the values, one a prompt or problem, and its 95 % percentile interval under resampling them."""
     given = torch.tensor(values, dtype=torch.float64)
     draws = torch.randint(len(given), (rounds, len(given)), generator=torch.Generator().manual_seed(seed))
-    low, high = given[draws].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    low, high = given[draws].mean(1).quantile(given.new_tensor([0.025, 0.975])).tolist()
     return {"mean": given.mean().item(), "low": low, "high": high}
 
 
-def show(numbers: dict[str, float], digits: str = ".1f") -> str:
+def show(value: dict[str, float], digits: str = ".1f") -> str:
     """A median or mean and what lies around it: 12.3 (11.0 to 13.1)."""
-    middle = numbers["median"] if "median" in numbers else numbers["mean"]
-    return f"{middle:{digits}} ({numbers['low']:{digits}} to {numbers['high']:{digits}})"
+    middle = value["median"] if "median" in value else value["mean"]
+    return f"{middle:{digits}} ({value['low']:{digits}} to {value['high']:{digits}})"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns as wide as needed, the first to the left, the others to the right; None is a dash."""
+def columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table: the first column to the left, the others to the right; None is a dash."""
     lines = [["-" if cell is None else str(cell) for cell in line] for line in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
-    justify = [str.ljust, *[str.rjust] * (len(head) - 1)]
-    return "\n".join("  ".join(j(c, w) for j, c, w in zip(justify, ln, widths, strict=True)) for ln in lines)
-
-
-class WorkerError(RuntimeError):
-    """What went wrong in a worker's process; `kind` names the exception there."""
-
-    def __init__(self, worker: str, kind: str, message: str) -> None:
-        super().__init__(f"{worker}: {kind}: {message}")
-        self.kind = kind
+    form = "  ".join(f"{{:{'>' if i else '<'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join(form.format(*line) for line in lines)
 
 
 class Worker:
     """make(*arguments) in a fresh process, whose memory is its own; `call` runs a method there and waits.
 
-    ValueError there is ValueError here, anything else a WorkerError. The process ends with the context.
+    ValueError there is ValueError here, anything else a RuntimeError that names it. Ends with its context.
     """
 
     def __init__(self, name: str, threads: int, make: Callable, *arguments: Any) -> None:
@@ -104,14 +97,16 @@ class Worker:
 
     def __enter__(self) -> "Worker":
         try:
-            self._answer()
-        except BaseException:
-            self.__exit__()
+            self._answer()  # it has been made
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self._process.terminate()
+    def __exit__(self, failure: type | None, *_: Any) -> None:
+        self._pipe.close()
+        if failure:
+            self._process.terminate()
         self._process.join()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -123,20 +118,20 @@ class Worker:
             kind, value = self._pipe.recv()
         except EOFError:
             self._process.join()
-            why = f"status {self._process.exitcode} (-9: killed, mostly for want of memory)"
-            raise WorkerError(self.name, "its process ended", why) from None
+            kind, value = "killed", f"status {self._process.exitcode}; -9 is mostly want of memory"
         if kind == "ValueError":
             raise ValueError(value)
         if kind:
-            raise WorkerError(self.name, kind, value)
+            raise RuntimeError(f"{self.name}: {kind}: {value}")
         return value
 
 
-def _serve(pipe: Any, threads: int, make: Callable, arguments: tuple) -> None:
+def _serve(pipe: Any, threads: int, function: Callable, arguments: tuple) -> None:
     """What a worker's process does until the other end is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, and the parent ends this process
+    warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(threads)
-    subject, function = None, make
+    subject = None
     while True:
         try:
             kind, value = "", function(*arguments)
@@ -149,6 +144,6 @@ def _serve(pipe: Any, threads: int, make: Callable, arguments: tuple) -> None:
         try:
             pipe.send((kind, value))
             method, arguments = pipe.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, OSError):
             return
         function = getattr(subject, method)

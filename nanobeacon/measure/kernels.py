@@ -227,8 +227,8 @@ def work(shape: Shape, batch: int, budget: int | None) -> list[tuple[str, str, i
 
 
 def roofline(model: str = "qwen3-4b") -> dict[str, list[dict]]:
-    """`floors`: bytes, operations, shortest time of every part in a step, in a period (fps) or an eviction, at
-    batch 14 and 192, budgets 1,024 and 2,048. `table4`: tokens/s that nothing made of these parts exceeds."""
+    """`floors`: bytes, operations, shortest time of each part in a step, a period (fps) or an eviction, at
+    batch 14 and 192, budgets 1,024 and 2,048. `table4`: tokens/s that no engine of these parts exceeds."""
     shape, floors, table = SHAPES[model], [], []
     for gpu, batch, budget in product(GPUS, (14, 192), (1024, 2048)):
         for part, when, times, *spent in work(shape, batch, budget):

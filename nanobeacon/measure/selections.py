@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from ..cache import QueryBuffer
 from ..engine import Engine
 from ..eviction import Evictor
-from ..policies import EvictionSettings, Policy
+from ..policies import Policy
 from ..request import Request
 
 ITERATIONS = 10  # of K-means, always
@@ -27,20 +27,17 @@ def keep_history(policy: Policy, length: int) -> Policy:
 
 
 class SelectingEvictor(Evictor):
-    """Asks `count` queries made from the history by a row of SELECTIONS, and the recents, at each eviction."""
+    """Asks at each eviction the recents and `count` queries made of the history by a row of SELECTIONS."""
 
     def __init__(self, engine: Engine, name: str, count: int) -> None:
-        settings, self.history, self.name = engine.config.eviction, engine.queries.buffer, name
-        settings = EvictionSettings(
-            replace(settings.policy, beacons=count), settings.budget, settings.protect
-        )
-        rows, layers, heads, _, head_dim = self.history.shape
-        device, dtype = self.history.device, self.history.dtype
-        queries = QueryBuffer(settings, rows, layers, heads, head_dim, dtype, device)
-        model = engine.model
+        under, history, model = engine.config.eviction, engine.queries, engine.model
+        settings = replace(under, policy=replace(under.policy, beacons=count))
+        rows, dtype, device = len(history.buffer), history.buffer.dtype, history.buffer.device
+        queries = QueryBuffer(settings, model.config, rows, dtype, device)
         super().__init__(settings, engine.cache, queries, model.rope, model.kernels, engine.config.trace)
-        history_bytes = 0 if name == "ema" else engine.queries.row_bytes  # averages need no history
-        self.row_bytes = queries.row_bytes + history_bytes
+        self.name, self.history = name, history.buffer
+        # Averages alone could be kept without the history.
+        self.row_bytes = queries.row_bytes + (0 if name == "ema" else history.row_bytes)
 
     def after_step(self, requests: list[Request]) -> bool:
         for request in self.due(requests)[1]:
@@ -99,7 +96,7 @@ def _members(past: Tensor, centres: Tensor) -> Tensor:
 
 
 def _clusters(past: Tensor, count: int, generator: Generator) -> Tensor:
-    """Unit centres [B, count, D] by K-means on directions, begun by K-means++: far queries are likely starts."""
+    """Unit centres [B, count, D] by K-means on directions, from K-means++: far queries are likely starts."""
     unit = F.normalize(past, dim=-1)
     centres = unit[:, :1]
     while centres.shape[1] < count:

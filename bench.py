@@ -1,0 +1,250 @@
+"""The numbers people decide by: each measurement prints a table for people and, as the last line, JSON.
+
+Parses and prints; what is measured lies in `nanobeacon/measure/`, one module a subcommand. Exit status: 0, 1
+for a measurement that failed, 2 for a user's mistake (one line), 130 for Ctrl-C.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+COMMANDS = {
+    "throughput": "tokens/s, time per step and memory; --vs transformers, --table4, --max-batch",
+    "crossover": "from which output length and batch a budget pays, and what it costs before",
+    "fidelity": "how close each policy stays to the full cache on text of the model's own",
+    "accuracy": "how often a model is right under each policy and budget",
+    "kernels": "the kernels' times and floors",
+    "tour": "two minutes on the embedded reasoner, offline (what runs without a subcommand)",
+}
+TOUR = (
+    "throughput --model {reasoner} --batch 8 --output-length 384 --budgets 96 --repeats 2",
+    "accuracy --n 16 --policies full,beacon,recent,random --budgets 96 --protect prompt",
+)
+CONFIG = (
+    "model_type num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads "
+    "head_dim vocab_size tie_word_embeddings max_position_embeddings rope_theta"
+)
+PRESETS = {  # the fields of CONFIG
+    "smollm2-135m": ("llama", 30, 576, 1536, 9, 3, 64, 49152, True, 8192, 1e5),
+    "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True, 40960, 1e6),
+    "qwen3-4b": ("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True, 40960, 1e6),
+    "qwen3-14b": ("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, 40960, 1e6),
+    "r1-qwen-7b": ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, False, 131072, 1e4),
+    "r1-llama-8b": ("llama", 32, 4096, 14336, 32, 8, 128, 128256, False, 131072, 5e5),
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+TIMED = ("throughput", "crossover")  # those that run any model's shape
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The subcommand; without any, the tour."""
+    commands = "\n".join(f"  {name:11}{text}" for name, text in COMMANDS.items())
+    layout = argparse.RawDescriptionHelpFormatter
+    top = Parser(prog="bench.py", description=__doc__.splitlines()[0], formatter_class=layout)
+    top.usage, top.epilog = "bench.py [SUBCOMMAND] [--help] ...", f"subcommands:\n{commands}"
+    top.add_argument("command", nargs="?", default="tour", choices=COMMANDS, help=argparse.SUPPRESS)
+    return top.parse_args(arguments[:1]).command
+
+
+def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
+    p = Parser(prog=f"bench.py {command}", description=COMMANDS[command], conflict_handler="resolve")
+    if command in TIMED:
+        add_job_arguments(p)
+    module.add_arguments(p)
+    p.add_argument("--threads", type=int, help="of the CPU (default: torch's own)")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="charts, as .svg or .html")
+    options = p.parse_args(arguments)
+    if options.plot and (options.plot.suffix not in (".svg", ".html") or not options.plot.parent.is_dir()):
+        raise ValueError(f"--plot {options.plot}: a .svg or .html file in an existing folder is possible")
+    if options.plot and not hasattr(module, "charts"):
+        raise ValueError(f"--plot {options.plot}: {command} has nothing to draw")
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"--threads {options.threads}: at least 1 is possible")
+    return options
+
+
+def add_job_arguments(p: argparse.ArgumentParser) -> None:
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--model", help="folder or hub id")
+    which.add_argument("--preset", choices=PRESETS, help="its shape, random weights (default: smollm2-135m)")
+    p.add_argument("--load", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    p.add_argument("--prompt-length", type=int, help="tokens (default: %(default)s)")
+    p.add_argument("--output-length", type=int, help="tokens (default: %(default)s)")
+    p.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    p.add_argument("--seed", type=int, default=0, help="of the prompts' token ids")
+    p.add_argument("--no-cuda-graphs", action="store_true")
+
+
+@contextmanager
+def settled(options: Namespace) -> Iterator[Namespace]:
+    """The options with model, load, device and dtype decided; a preset is a folder as long as this lasts."""
+    from nanobeacon.checkpoint import resolve
+    from nanobeacon.config import read_config
+
+    for name, least in (("prompt_length", 1), ("output_length", 2), ("repeats", 1)):
+        if getattr(options, name) < least:
+            raise ValueError(f"{name}={getattr(options, name)}: at least {least} is possible")
+    job = Namespace(**vars(options))
+    with tempfile.TemporaryDirectory() as scratch:
+        if job.model is None:
+            preset, job.model, job.load = job.preset, scratch, "dummy"
+            config = dict(zip(CONFIG.split(), PRESETS[preset], strict=True)) | {"dtype": "bfloat16"}
+            config |= {"rms_norm_eps": 1e-6, "rope_scaling": LLAMA3 if preset == "r1-llama-8b" else None}
+            Path(scratch, "config.json").write_text(json.dumps(config))
+        job.model = str(resolve(job.model, config_only=job.load == "dummy"))
+        job.device = device_of(job.device)
+        if job.dtype == "auto":
+            job.dtype = read_config(job.model).dtype or "bfloat16"
+        if (job.device, job.dtype) == ("cpu", "float16"):
+            job.dtype = "bfloat16"  # as the engine does
+        yield job
+
+
+class Kernels:
+    """The functions of `measure/kernels.py`, which give rows, as a subcommand."""
+
+    @staticmethod
+    def add_arguments(p: argparse.ArgumentParser) -> None:
+        p.add_argument("--device", default="auto", help="auto, cpu, cuda")
+        p.add_argument("--aot", action="store_true", help="compile for sm_80, sm_90, gfx942; needs no GPU")
+
+    @staticmethod
+    def run(options: Namespace) -> dict[str, Any]:
+        from nanobeacon.measure import kernels
+
+        found = {"times": kernels.timings(device_of(options.device))} | kernels.roofline()
+        return found | ({"compiled": kernels.aot()} if options.aot else {})
+
+    @staticmethod
+    def table(result: dict[str, Any]) -> str:
+        from nanobeacon.measure.common import columns
+
+        parts = []
+        for name in ("times", "floors", "table4", "compiled"):
+            if rows := result.get(name):
+                parts.append(f"{name}\n{columns(list(rows[0]), [list(row.values()) for row in rows])}")
+        return "\n\n".join(parts)
+
+
+def device_of(device: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def record(options: Namespace) -> dict[str, Any]:
+    """What it takes to run a measurement again, beside its command: versions, machine, threads, date."""
+    import torch
+
+    import nanobeacon
+    from nanobeacon.measure.common import proc, proc_bytes
+
+    versions = {"nanobeacon": nanobeacon.__version__, "python": platform.python_version()}
+    for name in ("torch", "triton", "safetensors", "transformers", "kvpress"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    machine = {
+        "system": platform.platform(),
+        "cpu": proc("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "memory_bytes": proc_bytes("/proc/meminfo", "MemTotal"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"versions": versions, "machine": machine, "threads": options.threads, "date": date}
+
+
+def heading(result: dict[str, Any]) -> str:
+    machine, versions = result["machine"], result["versions"]
+    place = f"{machine['cpu']} ({machine['cpu_capability']}), {result['threads']} threads"
+    place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else place
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
+    model = f"{Path(result['model']).name} " if result.get("model") else ""
+    return f"{result['bench']}: {model}on {place}; {packages}; {result['date'][:10]}"
+
+
+def measure(command: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run one subcommand and print its table; returns what the last line holds."""
+    module = Kernels if command == "kernels" else importlib.import_module(f"nanobeacon.measure.{command}")
+    options = parse(command, module, arguments)
+    import torch
+
+    options.threads = options.threads or torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    if command in TIMED:
+        options.preset = options.preset or (None if options.model else "smollm2-135m")
+        with settled(options) as job:
+            found = module.run(job)
+        found = {name: getattr(job, name) for name in ("load", "device", "dtype")} | found
+    else:
+        found = module.run(options)
+    model = getattr(options, "model", None) or getattr(options, "preset", None)
+    result = {"bench": command, "command": ["bench.py", command, *arguments], "model": model}
+    result |= record(options) | found
+    print(f"{heading(result)}\n\n{module.table(result)}\n", flush=True)
+    if options.plot:
+        from nanobeacon.measure.plots import figure
+
+        html = options.plot.suffix == ".html"
+        options.plot.write_text(figure(module.charts(result), html), encoding="utf-8")
+        print(f"Charts: {options.plot}", flush=True)
+    return result
+
+
+def tour(arguments: Sequence[str]) -> dict[str, Any]:
+    """A small throughput and a small accuracy on the embedded reasoner, and what else there is."""
+    from nanobeacon.reasoner import folder
+
+    Parser(prog="bench.py tour", description=COMMANDS["tour"]).parse_args(arguments)
+    if not (folder() / "config.json").exists():
+        raise ValueError(f"the embedded reasoner is missing: no checkpoint in {folder()}")
+    parts = []
+    for line in TOUR:
+        command, *rest = line.split()
+        print(f"$ python bench.py {line.format(reasoner='REASONER')}", flush=True)
+        parts.append(measure(command, [word.format(reasoner=folder()) for word in rest]))
+    print("There is more (bench.py SUBCOMMAND --help):")
+    print("\n".join(f"  {name:11}{text}" for name, text in COMMANDS.items() if name != "tour"), flush=True)
+    return {"bench": "tour", "command": ["bench.py"], "parts": parts}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        command = command_of(arguments)
+        result = tour(arguments[1:]) if command == "tour" else measure(command, arguments[1:])
+        print(json.dumps(result), flush=True)
+        return 0
+    except (ValueError, RuntimeError) as error:  # a user's mistake, or a worker that failed
+        print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

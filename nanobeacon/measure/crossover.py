@@ -1,0 +1,108 @@
+"""What `bench.py crossover` measures: from which output length on a budget pays, and what it costs before.
+
+Full cache and budgets decode the same batch in turns of a few dozen steps, each in its own process, never two
+at once. Knows seconds and lengths.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+from . import plots
+from .common import columns, names, numbers
+from .systems import System, changed, start, systems_of
+
+
+def add_arguments(p: ArgumentParser) -> None:
+    p.set_defaults(prompt_length=64, output_length=2048, repeats=1)
+    p.add_argument("--batch", type=numbers, default=[1, 8], metavar="N,N", help="requests at once (1,8)")
+    p.add_argument("--policies", type=names, default=["beacon"], metavar="A,B", help="default: beacon")
+    p.add_argument("--budgets", type=numbers, default=[256, 512], metavar="N,N", help="default: 256,512")
+    p.add_argument("--turn", type=int, default=64, help="steps until the next one's turn (default: 64)")
+
+
+def run(options: Namespace) -> dict[str, Any]:
+    """One row for each batch, policy and budget, with the curves that it was read from."""
+    if min(*options.batch, options.turn) < 1:
+        raise ValueError(f"batch={options.batch}, turn={options.turn}: numbers of at least 1 are possible")
+    policies, rows = [policy for policy in options.policies if policy != "full"], []
+    systems = systems_of(["full", *policies], options.budgets, [])
+    for batch in options.batch:
+        lengths, curves, reports = _curves(systems, changed(options, batch=batch))
+        for system, seconds, report in list(zip(systems, curves, reports, strict=True))[1:]:
+            row = {"label": system.label, "policy": system.policy, "budget": system.budget, "batch": batch}
+            row |= verdict(lengths, curves[0], seconds) | {"evictions": report["evictions"]}
+            row |= {"kv_bytes": report["kv_bytes"], "full_kv_bytes": reports[0]["kv_bytes"]}
+            rows.append(row | {"lengths": lengths, "full_seconds": curves[0], "seconds": seconds})
+    return {"n": options.repeats, "seed": options.seed, "turn": options.turn, "rows": rows}
+
+
+def _curves(systems: list[System], job: Namespace) -> tuple[list[int], list[list[float]], list[dict]]:
+    """(tokens decoded of a request by the end of each turn, each system's seconds of the turns as medians
+    over the repeats, the systems' last reports)."""
+    taken: list[list[list[float]]] = [[] for _ in systems]  # of each system and repeat
+    with ExitStack() as stack, tqdm(total=job.repeats * job.output_length, leave=False, disable=None) as bar:
+        bar.set_description(f"batch {job.batch}")
+        workers = [stack.enter_context(start(system, job)) for system in systems]
+        for repeat in range(job.repeats):
+            tokens = []
+            for worker, repeats in zip(workers, taken, strict=True):
+                worker.call("begin", repeat)
+                repeats.append([])
+            while (turns := [worker.call("advance", job.turn) for worker in workers])[0]:
+                for repeats, steps in zip(taken, turns, strict=True):
+                    repeats[-1].append(sum(step[1] for step in steps))
+                tokens.append(sum(step[2] for step in turns[0]))
+                bar.update(len(turns[0]))
+        reports = [worker.call("report") for worker in workers]
+    lengths = [count // job.batch for count in accumulate(tokens)]
+    return lengths, [[median(s) for s in zip(*repeats, strict=True)] for repeats in taken], reports
+
+
+def verdict(lengths: Sequence[int], full: Sequence[float], budget: Sequence[float]) -> dict[str, Any]:
+    """What the seconds of each turn, ending at `lengths`, say. None: not within them.
+
+    pays_in_total: from here on all so far took no longer than with the full cache; pays_per_step: from here
+    on each turn was faster; worst_cost: the most by which all so far took longer, as a share, at_length.
+    """
+    costs = [b / f - 1 for b, f in zip(accumulate(budget), accumulate(full), strict=True)]
+    worst = max(range(len(costs)), key=costs.__getitem__)
+    return {
+        "pays_in_total": _from_here_on([cost <= 0 for cost in costs], lengths),
+        "pays_per_step": _from_here_on([b < f for b, f in zip(budget, full, strict=True)], lengths),
+        "worst_cost": costs[worst],
+        "at_length": lengths[worst],
+        "speedup": sum(full) / sum(budget),
+    }
+
+
+def _from_here_on(good: Sequence[bool], lengths: Sequence[int]) -> int | None:
+    """The first length from which on everything is good."""
+    bad = max((i for i, yes in enumerate(good) if not yes), default=-1)
+    return lengths[bad + 1] if bad + 1 < len(good) else None
+
+
+def table(result: dict[str, Any]) -> str:
+    head, lines = ["policy", "batch", "pays in total from", "per step from", "worst cost", "at length"], []
+    for row in result["rows"]:
+        never = f"not by {row['lengths'][-1]}"
+        line = [row["label"], row["batch"], row["pays_in_total"] or never, row["pays_per_step"] or never]
+        line += [f"{max(row['worst_cost'], 0):.1%}", row["at_length"], f"{row['speedup']:.2f}"]
+        lines.append([*line, *(f"{row[name] / 1e6:,.1f}" for name in ("kv_bytes", "full_kv_bytes"))])
+    note = "Lengths: tokens decoded of a request. Cost: time beyond the full cache's, up to that length."
+    return columns([*head, "speed-up at the end", "KV MB", "full KV MB"], lines) + "\n" + note
+
+
+def charts(result: dict[str, Any]) -> list[str]:
+    found: dict[int, dict[str, list[tuple]]] = {}
+    for row in result["rows"]:
+        counts = [b - a for a, b in zip([0, *row["lengths"]], row["lengths"], strict=False)]
+        for name, seconds in (("full", row["full_seconds"]), (row["label"], row["seconds"])):
+            points = zip(row["lengths"], seconds, counts, strict=True)
+            found.setdefault(row["batch"], {})[name] = [(at, 1000 * s / n) for at, s, n in points if n]
+    return [plots.lines(f"Batch {b}: decoding", "tokens decoded", "ms per step", s) for b, s in found.items()]

@@ -1,0 +1,157 @@
+"""What `bench.py fidelity` measures: how close a policy stays to the full cache on text of the model's own.
+
+The full cache writes the text; it and every policy then read it token by token, and from the first eviction
+on their distributions are compared. Knows distributions; nothing of how a policy chooses.
+"""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nanobeacon import LLM, SamplingParams
+from nanobeacon.policies import settle
+
+from . import plots
+from .common import bootstrap, columns, names, numbers, show
+
+POLICIES = "beacon,recent,rpc,snapkv,rkv,initial,random,streaming"
+# Field of a row -> what it is called; kl in nats, all of them means over positions
+MEASURES = {"kl": "KL(full || policy)", "agreement": "top-1 agreement", "lost": "log-probability lost"}
+Text = tuple[list[int], list[int]]  # token ids of a prompt, and of what the model went on with
+Seen = list[tuple[Tensor, Tensor]]  # of each position: log-probabilities, half precision; likeliest token
+
+
+def add_arguments(p: ArgumentParser) -> None:
+    prompts = Path(__file__).with_name("prompts.jsonl")
+    p.add_argument("--model", required=True, help="folder or hub id")
+    p.add_argument("--policies", type=names, default=names(POLICIES), metavar="A,B", help=POLICIES)
+    p.add_argument(
+        "--budgets", type=numbers, default=[64, 128, 256, 512], metavar="N,N", help="64,128,256,512"
+    )
+    p.add_argument("--tokens", type=int, default=1024, help="length of each text (default: %(default)s)")
+    p.add_argument("--prompts", type=Path, default=prompts, metavar="FILE", help="JSON lines with prompt")
+    p.add_argument("--limit", type=int, help="only the first prompts")
+    p.add_argument("--group", type=int, default=4, help="prompts at once, whose distributions are held")
+    p.add_argument("--temperature", type=float, default=0.6, help="of the text; 0: greedy (default: 0.6)")
+    p.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+
+
+def run(options: Namespace) -> dict[str, Any]:
+    """One row a policy and budget: means over prompts with 95 % intervals, those of the KL's difference to
+    the first policy's too. ValueError for what is impossible, before anything runs."""
+    if min(options.group, options.limit or 1) < 1:
+        raise ValueError(f"group={options.group}, limit={options.limit}: at least 1 is possible")
+    for policy, budget in (cells := [(p, b) for b in options.budgets for p in options.policies]):
+        settle(policy, budget)
+        if budget + 1 >= options.tokens:
+            raise ValueError(f"budget={budget}: of {options.tokens} tokens none follows its first eviction")
+    texts, ended = _write(options, _prompts(options.prompts)[: options.limit])
+    means: dict[tuple[str, int], list[Tensor]] = {cell: [] for cell in cells}  # [3] of each text: MEASURES
+    groups = [texts[first : first + options.group] for first in range(0, len(texts), options.group)]
+    with tqdm(total=len(groups) * len(cells), unit="replay", leave=False, disable=None) as bar:
+        for group in groups:
+            own, full = _read_in_full(options, group)
+            for policy, budget in cells:
+                bar.set_description(f"{policy} {budget}")
+                means[policy, budget] += _compare(options, group, own, full, policy, budget)
+                bar.update()
+    rows = []
+    for policy, budget in cells:
+        row = {"policy": policy, "budget": budget, "positions": len(texts) * (options.tokens - budget - 1)}
+        values, first = (torch.stack(means[p, budget]) for p in (policy, options.policies[0]))
+        row |= {name: bootstrap(values[:, i].tolist()) for i, name in enumerate(MEASURES)}
+        rows.append(row | {"kl_beyond_first": bootstrap((values - first)[:, 0].tolist())})
+    said = {name: getattr(options, name) for name in ("tokens", "temperature", "top_p", "seed", "group")}
+    return {"n": len(texts), **said, "after_own_end": ended, "rows": rows}
+
+
+def _prompts(path: Path) -> list[str | list[int]]:
+    """The `prompt` of each line: a text, or token ids."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["prompt"] for line in lines if line.strip()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        wanted = 'lines like {"prompt": "..."} are possible'
+        raise ValueError(f"--prompts {path}: {wanted} ({type(error).__name__}: {error})") from None
+
+
+def _open(options: Namespace, **eviction: Any) -> LLM:
+    torch.cuda.empty_cache()  # what the LLM before has left would count as taken
+    place = {"device": options.device, "dtype": options.dtype, "gpu_memory": 0.5}
+    return LLM(options.model, max_num_seqs=options.group, **place, **eviction)
+
+
+def _write(options: Namespace, prompts: list[str | list[int]]) -> tuple[list[Text], float]:
+    """The texts, and the share of their tokens that come after the model would have ended."""
+    llm, drawn = _open(options), {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+    drawn |= {"min_p": 0.0, "max_tokens": options.tokens, "ignore_eos": True}
+    if llm.tokenizer is not None and llm.tokenizer.chat_template is not None:
+        chats = ([{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts)
+        prompts = [llm.chat_prompt(c) if isinstance(c[0], dict) else c for c in chats]
+    outputs = llm.generate(
+        prompts, [SamplingParams(seed=options.seed + i, **drawn) for i in range(len(prompts))]
+    )
+    for error in filter(None, (output.error for output in outputs)):
+        raise ValueError(error)
+    eos = llm.engine.eos_token_ids
+    ends = (next((i for i, t in enumerate(o.token_ids) if t in eos), options.tokens - 1) for o in outputs)
+    after = sum(options.tokens - 1 - end for end in ends) / (options.tokens * len(outputs))
+    return [(output.prompt_token_ids, output.token_ids) for output in outputs], after
+
+
+def _read_in_full(options: Namespace, texts: list[Text]) -> tuple[list[Tensor], list[Seen]]:
+    """Each token's log-probability with the full cache, and the distributions after the smallest budget."""
+    full: list[Seen] = [[] for _ in texts]
+
+    def keep(text: int, index: int, logits: Tensor) -> None:
+        if index > min(options.budgets):
+            full[text].append((logits.log_softmax(-1).half().cpu(), logits.argmax()))
+
+    return _open(options).score(*zip(*texts, strict=True), on_logits=keep), full
+
+
+def _compare(
+    options: Namespace, texts: list[Text], own: list[Tensor], full: list[Seen], policy: str, budget: int
+) -> list[Tensor]:
+    """float64 [3] for each text: the means of MEASURES over what follows the first eviction. That runs when
+    `budget` output tokens are cached; the same step's logits, for token `budget`, come before it."""
+    sums, skipped = torch.zeros(len(texts), 2, dtype=torch.float64), min(options.budgets) + 1
+
+    def compare(text: int, index: int, logits: Tensor) -> None:
+        if index > budget:
+            kept, best = full[text][index - skipped]
+            expected, got = kept.to(logits.device).float().log_softmax(-1), logits.log_softmax(-1)
+            divergence = (expected.exp() * (expected - got)).sum()
+            sums[text] += torch.stack((divergence, (logits.argmax() == best).float())).cpu()
+
+    scores = _open(options, policy=policy, budget=budget).score(*zip(*texts, strict=True), on_logits=compare)
+    lost = torch.stack([(a - b)[budget + 1 :].double().mean() for a, b in zip(own, scores, strict=True)])
+    return list(torch.cat((sums / (options.tokens - budget - 1), lost[:, None]), 1))
+
+
+def table(result: dict[str, Any]) -> str:
+    fields, lines = (*MEASURES, "kl_beyond_first"), []
+    for row in result["rows"]:
+        lines.append([row["policy"], row["budget"], *(show(row[name], ".4f") for name in fields)])
+    head = ["policy", "budget", *MEASURES.values(), f"KL beyond {lines[0][0]}'s"]
+    note = f"{result['n']} prompts x {result['tokens']} tokens; nats; 95 % bootstrap intervals over prompts; "
+    note += f"{result['after_own_end']:.0%} of the tokens come after the model would have ended."
+    return columns(head, lines) + "\n" + note
+
+
+def charts(result: dict[str, Any]) -> list[str]:
+    found = []
+    for name, called in MEASURES.items():
+        series: dict[str, list[tuple]] = {}
+        for row in result["rows"]:
+            series.setdefault(row["policy"], []).append((row["budget"], *row[name].values()))
+        found.append(plots.lines(called, "budget", called, series, log_x=True, log_y=name == "kl"))
+    return found
