@@ -225,8 +225,9 @@ def tour(arguments: Sequence[str]) -> dict[str, Any]:
     parts = []
     for line in TOUR:
         command, *rest = line.split()
-        print(f"$ python bench.py {line.format(reasoner='REASONER')}", flush=True)
-        parts.append(measure(command, [word.format(reasoner=folder()) for word in rest]))
+        rest = [word.format(reasoner=os.path.relpath(folder())) for word in rest]
+        print(f"$ python bench.py {' '.join((command, *rest))}", flush=True)
+        parts.append(measure(command, rest))
     print("There is more (bench.py SUBCOMMAND --help):")
     print("\n".join(f"  {name:11}{text}" for name, text in COMMANDS.items() if name != "tour"), flush=True)
     return {"bench": "tour", "command": ["bench.py"], "parts": parts}

@@ -30,8 +30,7 @@ log = logging.getLogger("nanobeacon")
 
 @dataclass
 class Stats:
-    """What an engine has done so far; seconds are wall time, bytes are maxima over steps, summed over
-    requests."""
+    """What an engine has done; seconds are wall time, bytes maxima over steps, summed over requests."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -46,8 +45,7 @@ class Stats:
 
 
 class Engine:
-    """Continuous batching of requests on one model. `tokenizer` None: token ids alone, no text, no stop
-    strings."""
+    """Continuous batching of requests on one model. `tokenizer` None: token ids alone, no text."""
 
     def __init__(
         self, model: Decoder, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
@@ -66,19 +64,16 @@ class Engine:
         self.cache = KVCache(shape, num_pages + 1, page_size, rows, most, dtype, device)
         budget = config.eviction.budget if config.eviction else None
         self.scheduler = Scheduler(self.pool, page_size, config.max_num_seqs, config.chunk, budget)
-        self.evictor = Evictor(
-            config.eviction, self.cache, self.queries, model.rope, model.kernels, trace=config.trace
-        )
-        self.graphs = None
+        parts = (self.cache, self.queries)
+        self.evictor = Evictor(config.eviction, *parts, model.rope, model.kernels, config.trace)
+        self.forward_decode = model
         if config.cuda_graphs and device.type == "cuda":
-            bound = most * page_size
-            self.graphs = DecodeGraphs(model, self.cache, self.queries, config.max_num_seqs, bound)
+            self.forward_decode = DecodeGraphs(model, *parts, config.max_num_seqs, most * page_size)
         self.stats = Stats()
         self._arrivals = 0
         pool, buffers = num_pages * page_bytes / 1e9, rows * self.queries.row_bytes / 1e6
-        name = str(dtype).removeprefix("torch.")
         sizes = f"{num_pages} pages of {page_size} tokens, {pool:.2f} GB; query buffers {buffers:.1f} MB"
-        log.info("%s on %s: %s", name, device, sizes)
+        log.info("%s on %s: %s", str(dtype).removeprefix("torch."), device, sizes)
 
     def _pages_that_fit(self, pages_each: int, page_bytes: int) -> int:
         """GPU: `gpu_memory` of what is free now; CPU: what `max_num_seqs` requests need, CPU_POOL at most."""
@@ -88,35 +83,23 @@ class Engine:
         else:
             room = min(CPU_POOL, self.config.max_num_seqs * pages_each * page_bytes)
         if room < page_bytes:
-            raise ValueError(
-                f"num_pages: {room} bytes are free for the cache and one page takes {page_bytes}"
-            )
+            raise ValueError(f"num_pages: {room} bytes are free for the cache, one page takes {page_bytes}")
         return min(room // page_bytes, self.config.max_num_seqs * pages_each)
 
     def submit(
-        self, prompt_token_ids: list[int], params: SamplingParams, forced: list[int] | None = None
+        self, prompt: list[int], params: SamplingParams, forced: list[int] | None = None
     ) -> list[Request]:
         """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set."""
-        settings, arrival, prompt = self.config.eviction, self._arrivals, list(prompt_token_ids)
+        settings, arrival, seed = self.config.eviction, self._arrivals, params.seed
         self._arrivals += 1
-        seed = params.seed
         if seed is None:
             source = random.SystemRandom() if self.config.seed is None else None
-            source = source or random.Random(f"{self.config.seed} {arrival}")
-            seed = source.getrandbits(63)
+            seed = (source or random.Random(f"{self.config.seed} {arrival}")).getrandbits(63)
+        protected = settings.protected(len(prompt)) if settings else len(prompt)
         requests = []
         for completion in range(params.n):
-            request = Request(
-                arrival,
-                prompt,
-                params,
-                max_tokens=params.max_tokens or 0,
-                protected=settings.protected(len(prompt)) if settings else len(prompt),
-                completion=completion,
-                seed=seed,
-                eos_token_ids=self.eos_token_ids,
-                forced=forced,
-            )
+            request = Request(arrival, prompt, params, params.max_tokens or 0, protected, completion, seed)
+            request.eos_token_ids, request.forced = self.eos_token_ids, forced
             request.error = self._limit(request)
             if request.error:
                 request.finish_reason = "error"
@@ -141,18 +124,14 @@ class Engine:
         left = self.max_model_len - len(prompt)
         asked = request.max_tokens or 1
         if asked > left:
-            return (
-                f"{len(prompt)} prompt tokens and {asked} new ones were asked for; "
-                f"{self.max_model_len} together are possible (max_model_len)"
-            )
-        slots = self.pool.num_pages * self.config.page_size - self.config.page_size
+            possible = f"{self.max_model_len} together are possible (max_model_len)"
+            return f"{len(prompt)} prompt tokens and {asked} new ones were asked for; {possible}"
+        slots = (self.pool.num_pages - 1) * self.config.page_size
         if not request.max_tokens:
             request.max_tokens = left if self.config.eviction else min(left, max(1, slots - len(prompt)))
         if not self.scheduler.fits(request):
-            return (
-                f"the cache must hold {self.scheduler.tokens_held(request)} tokens for this request "
-                f"and has {slots} slots; a shorter prompt, fewer max_tokens, a budget or more num_pages help"
-            )
+            needed = f"the cache must hold {self.scheduler.tokens_held(request)} tokens for this request"
+            return f"{needed} and has {slots} slots; fewer tokens, a budget or more num_pages help"
         return None
 
     def abort(self, request: Request) -> None:
@@ -160,9 +139,6 @@ class Engine:
         if request.finish_reason is None:
             request.finish_reason = "abort"
             self._close(request)
-
-    def has_work(self) -> bool:
-        return self.scheduler.has_work()
 
     def step(self) -> list[Request]:
         """One forward pass; returns the requests that got a token. If it fails, those in it end in error."""
@@ -172,24 +148,20 @@ class Engine:
         try:
             return self._run(plan)
         except BaseException as error:
+            failed = isinstance(error, Exception)  # else somebody asked to stop
             followers = [r for r in self.scheduler.running if r.leader in plan.requests]
-            for request in plan.requests + followers:
-                if request.finish_reason is None:
-                    failed = isinstance(error, Exception)  # else somebody asked to stop
-                    request.finish_reason, request.error = (
-                        ("error", repr(error)) if failed else ("abort", None)
-                    )
-                    self._close(request)
+            for request in [r for r in plan.requests + followers if r.finish_reason is None]:
+                request.finish_reason = "error" if failed else "abort"
+                request.error = repr(error) if failed else None
+                self._close(request)
             raise
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> list[Request]:
         began = time.perf_counter()
         batch = Batch.build(plan, self.cache, self.queries)
-        if self.graphs is not None and not plan.prefill:
-            hidden = self.graphs(batch)
-        else:
-            hidden = self.model(batch, self.cache, self.queries)
+        forward = self.model if plan.prefill else self.forward_decode
+        hidden = forward(batch, self.cache, self.queries)
         self.queries.advance(plan, batch.observation)
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             request.num_computed += length
@@ -217,8 +189,7 @@ class Engine:
             self.stats.evictions = self.evictor.evictions
 
     def _fork(self, ready: list[Request]) -> list[Request]:
-        """Completions that waited for a prompt's prefill: copy what they do not share, so that they stand
-        beside."""
+        """Completions that waited for a prompt's prefill: they take over what they do not share already."""
         forks = [r for r in self.scheduler.running if r.leader in ready] if ready else []
         for request in forks:
             leader = request.leader
@@ -292,14 +263,16 @@ class Engine:
                 request.finish_reason = "stop"
 
     def _count_memory(self, plan: Plan) -> None:
-        stats, page_bytes = self.stats, self.cache.page_bytes
-        running = self.scheduler.running
-        held = max(r.cached_length for r in plan.requests)
-        stats.peak_cached_tokens = max(stats.peak_cached_tokens, held)
-        stats.peak_kv_bytes = max(stats.peak_kv_bytes, self.pool.used_count * page_bytes)
+        """Maxima over steps, taken while all that a step stored is there."""
+        running, page_bytes = self.scheduler.running, self.cache.page_bytes
         full = sum(-(-r.num_computed // self.config.page_size) for r in running)
-        stats.full_kv_bytes = max(stats.full_kv_bytes, full * page_bytes)
-        stats.query_buffer_bytes = max(stats.query_buffer_bytes, len(running) * self.queries.row_bytes)
+        for name, value in (
+            ("peak_cached_tokens", max(r.cached_length for r in plan.requests)),
+            ("peak_kv_bytes", self.pool.used_count * page_bytes),
+            ("full_kv_bytes", full * page_bytes),
+            ("query_buffer_bytes", len(running) * self.queries.row_bytes),
+        ):
+            setattr(self.stats, name, max(getattr(self.stats, name), value))
 
     def _count_time(self, plan: Plan, tokens: int, seconds: float) -> None:
         self.stats.output_tokens += tokens

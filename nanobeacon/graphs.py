@@ -61,8 +61,9 @@ class DecodeGraphs:
         self._recordings: dict[int, tuple[Batch, Replay]] = {}
         self._impossible = False
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Tensor:
         """Hidden states [R, hidden] of a decode batch of R requests, valid until the next call."""
+        assert cache is self.cache and queries is self.queries, "a recording holds the addresses of these"
         count = len(batch.cached_lengths)
         size = next(bucket for bucket in self.buckets if bucket >= count)
         if size not in self._recordings and not self._impossible:

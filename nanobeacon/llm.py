@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, generation_defaults, load_into, resolve
-from .config import EngineConfig, ModelConfig, config_for_tensors, read_config
+from .config import EngineConfig, config_for_tensors, read_config
 from .engine import Engine, Stats
 from .eviction import EvictionEvent
 from .models.decoder import Decoder
@@ -21,6 +21,7 @@ from .request import Request, SamplingParams
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 log = logging.getLogger("nanobeacon")
 
 
@@ -70,18 +71,10 @@ class LLM:
         trace: bool = False,
         progress: bool = False,
     ) -> None:
-        config = EngineConfig(
-            seed,
-            max_num_seqs,
-            max_model_len,
-            page_size,
-            num_pages,
-            gpu_memory,
-            chunk,
-            cuda_graphs,
-            settle(policy, budget, window, beacons, recents, protect),
-            trace,
-        )
+        eviction = settle(policy, budget, window, beacons, recents, protect)
+        sizes = dict(max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size, chunk=chunk)
+        sizes |= dict(num_pages=num_pages, gpu_memory=gpu_memory)
+        config = EngineConfig(seed, cuda_graphs=cuda_graphs, eviction=eviction, trace=trace, **sizes)
         if load not in ("auto", "dummy"):
             raise ValueError(f"load={load!r}: possible are 'auto' and 'dummy'")
         place = _device(device)
@@ -90,19 +83,18 @@ class LLM:
         config.check_length(shape.max_position_embeddings)
         self.tokenizer = Tokenizer.from_folder(folder)
         self._defaults = generation_defaults(folder)
-        checkpoint = None if load == "dummy" else Checkpoint(folder)
+        checkpoint = Checkpoint(folder) if load == "auto" else None
         if checkpoint is not None:
             shape = config_for_tensors(shape, checkpoint.tensors)
-        kind = _dtype(dtype, shape, checkpoint, place)
+        kind = _dtype(dtype, shape.dtype or (checkpoint.dtype if checkpoint else None), place)
         decoder = Decoder(shape, kind, place, page_size)
         if checkpoint is not None:
             load_into(decoder.weights(), checkpoint, progress=progress)
         else:
             _fill_with_noise(decoder, seed or 0)
-        eos = set(shape.eos_token_ids)
-        self.bos_token_id = shape.bos_token_id
+        eos, self.bos_token_id = set(shape.eos_token_ids), shape.bos_token_id
         if self.tokenizer is not None:
-            eos |= {i for i in (self.tokenizer.eos_token_id,) if i is not None}
+            eos |= {self.tokenizer.eos_token_id} - {None}
             self.bos_token_id = self.tokenizer.bos_token_id
         self.model_config = shape
         self.engine = Engine(decoder, config, self.tokenizer, frozenset(eos))
@@ -114,11 +106,10 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Output]:
-        """The completions of each prompt, in order, n for each. A prompt that cannot run gives
-        finish_reason "error" and the others go on."""
+        """The completions of each prompt, in order; one that cannot run ends in "error", the others go on."""
         requests = self.submit(prompts, params)
         for _ in self.run(requests):
             pass
@@ -132,8 +123,7 @@ class LLM:
     ) -> list[Output]:
         """Answers to one conversation (a list of messages) or several, rendered by the chat template."""
         several = messages if messages and not isinstance(messages[0], dict) else [messages]
-        prompts = [self.chat_prompt(m, enable_thinking) for m in several]
-        return self.generate(prompts, params)
+        return self.generate([self.chat_prompt(m, enable_thinking) for m in several], params)
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], enable_thinking: bool = True) -> list[int]:
         """Token ids of a conversation up to where the answer begins."""
@@ -148,9 +138,7 @@ class LLM:
         prompt = self._ids(prompt)
 
         def pieces() -> Iterator[str]:
-            requests = self.submit(
-                [prompt], params
-            )  # here, so that a stream nobody reads leaves nothing behind
+            requests = self.submit([prompt], params)  # only now: a stream nobody reads leaves nothing behind
             for request, piece in self.run(requests):
                 if piece:
                     yield piece
@@ -161,18 +149,17 @@ class LLM:
 
     def score(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
-        continuations: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
+        continuations: Prompts,
         on_logits: Callable[[int, int, Tensor], None] | None = None,
     ) -> list[Tensor]:
         """Log-probability of each given output token, fed under the budget: one float32 tensor a prompt.
 
-        on_logits(request, index, logits) sees every distribution, float32 [vocabulary], before its token is
-        fed.
+        on_logits(request, index, logits) sees every distribution, float32 [vocabulary].
         """
         if len(prompts) != len(continuations):
             raise ValueError(
-                f"{len(prompts)} prompts and {len(continuations)} continuations: as many are needed"
+                f"{len(prompts)} prompts and {len(continuations)} continuations: one each is needed"
             )
         ids, given = [self._ids(p) for p in prompts], [self._ids(c, special=False) for c in continuations]
         for i, forced in enumerate(given):
@@ -196,8 +183,7 @@ class LLM:
         return [torch.tensor([own for own, _ in r.logprobs], dtype=torch.float32) for r in requests]
 
     def submit(self, prompts: Any, params: Any = None) -> list[Request]:
-        """Queue prompts; their requests in order, n for each. Everything is checked before anything is
-        queued."""
+        """Queue prompts; their requests in order, n for each. All is checked before anything is queued."""
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         for i, prompt in enumerate(prompts):
             if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
@@ -221,8 +207,10 @@ class LLM:
         return requests
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, str]]:
-        """Run until these requests have ended; yields each with its new text (may be "") after every step
-        that gave it a token. Leaving early, by break or by an error, aborts those that have not ended."""
+        """Run until these requests have ended; yields each with its new text (maybe "") after its steps.
+
+        Leaving early, by break or by an error, aborts those that have not ended.
+        """
         waiting = list(requests)
         try:
             while waiting:
@@ -258,37 +246,31 @@ class LLM:
 
 def output_of(request: Request) -> Output:
     """What a request has become."""
-    return Output(
-        request.stream.text if request.stream is not None else None,
-        list(request.output_token_ids),
-        request.finish_reason,
-        request.error,
-        list(request.prompt_token_ids),
-        list(request.logprobs) if request.params.logprobs is not None else None,
-        list(request.trace),
-    )
+    text = request.stream.text if request.stream is not None else None
+    tokens, prompt = list(request.output_token_ids), list(request.prompt_token_ids)
+    logprobs = list(request.logprobs) if request.params.logprobs is not None else None
+    return Output(text, tokens, request.finish_reason, request.error, prompt, logprobs, list(request.trace))
 
 
 def _device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    possible = ["auto", "cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     try:
         place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r}: 'auto', 'cpu', 'cuda' or 'cuda:N' is possible") from error
-    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
-        possible = "'cpu', 'cuda'" if torch.cuda.is_available() else "'cpu'"
-        raise ValueError(f"device={device!r}: on this machine 'auto' and {possible} are possible")
+    except (RuntimeError, TypeError):
+        place = None
+    if place not in [
+        torch.device(name) for name in ("cpu", *possible[2:], *(["cuda"] * (len(possible) > 2)))
+    ]:
+        raise ValueError(f"device={device!r}: on this machine {', '.join(possible)} are possible")
     return place
 
 
-def _dtype(dtype: Any, shape: ModelConfig, checkpoint: Checkpoint | None, place: torch.device) -> torch.dtype:
-    """The dtype to compute in; a CPU computes fp16 checkpoints in bf16."""
-    if dtype == "auto":
-        kind = DTYPES[shape.dtype or (checkpoint.dtype if checkpoint else None) or "bfloat16"]
-    elif dtype in DTYPES or dtype in DTYPES.values():
-        kind = DTYPES.get(dtype, dtype)
-    else:
+def _dtype(dtype: Any, checkpoint: str | None, place: torch.device) -> torch.dtype:
+    """The dtype to compute in; a CPU computes fp16 in bf16."""
+    kind = DTYPES.get(checkpoint or "bfloat16" if dtype == "auto" else dtype, dtype)
+    if kind not in DTYPES.values():
         raise ValueError(
             f"dtype={dtype!r}: possible are 'auto', {', '.join(map(repr, DTYPES))} or a torch dtype"
         )

@@ -158,7 +158,7 @@ def test_breaking_out_leaves_nothing_behind(tmp_path):
         if i == 150:
             break
     assert [r.finish_reason for r in requests] == ["abort", "abort"]
-    assert llm.engine.pool.used_count == 0 and not llm.engine.has_work()
+    assert llm.engine.pool.used_count == 0 and not llm.engine.scheduler.has_work()
     llm.engine.queries.buffer.fill_(float("nan"))
     assert llm.generate([prompt_of(30)], SamplingParams(max_tokens=100, **GREEDY))[0].token_ids == wanted
 
@@ -265,7 +265,7 @@ def test_an_error_in_a_step_ends_what_ran_in_it_and_leaves_no_trace(tmp_path):
     with pytest.raises(KeyError):
         llm.score([prompt_of(8)], [prompt_of(5)], on_logits=fail)
     assert other.finish_reason == "error" and "from the caller" in other.error
-    assert llm.engine.pool.used_count == 0 and not llm.engine.has_work()
+    assert llm.engine.pool.used_count == 0 and not llm.engine.scheduler.has_work()
     assert llm.generate([prompt_of(12)], SamplingParams(max_tokens=9, **GREEDY))[0].token_ids == wanted
 
 
@@ -277,7 +277,7 @@ def test_calls_that_are_refused_or_never_read_leave_nothing_queued(tmp_path):
         llm.score([[5, 6], [9999]], [[8], [8]])
     stream = llm.stream("abc", SamplingParams(max_tokens=3))
     del stream
-    assert not llm.engine.has_work()
+    assert not llm.engine.scheduler.has_work()
 
 
 def test_static_batches_read_evenly_spaced_runs_and_give_what_one_alone_gives(tmp_path):

@@ -35,7 +35,7 @@ def test_recorded_steps_give_the_same_tokens(tmp_path, policy):
                 return forward
 
             most = engine.max_model_len
-            engine.graphs = DecodeGraphs(engine.model, engine.cache, engine.queries, 4, most, record)
+            engine.forward_decode = DecodeGraphs(engine.model, engine.cache, engine.queries, 4, most, record)
             engine.cache.keys[:, :, 0].fill_(float("nan"))  # what padded rows read never reaches a real one
         outputs.append([o.token_ids for o in llm.generate(prompts, params)])
     assert outputs[0] == outputs[1]
@@ -51,7 +51,7 @@ def test_impossible_recordings_fall_back_with_one_line(tmp_path, caplog):
 
     params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
     wanted = llm.generate([prompt_of(5)], params)[0].token_ids
-    engine.graphs = DecodeGraphs(engine.model, engine.cache, engine.queries, 16, 2048, record)
+    engine.forward_decode = DecodeGraphs(engine.model, engine.cache, engine.queries, 16, 2048, record)
     assert llm.generate([prompt_of(5)], params)[0].token_ids == wanted
     assert sum("no graphs on this device" in r.message for r in caplog.records) == 1
     assert torch.isfinite(engine.model.embedding).all()

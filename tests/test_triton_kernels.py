@@ -348,7 +348,7 @@ def case_a_whole_generation_with_evictions(tmp_path, monkeypatch):
     from nanobeacon.models import decoder
 
     folder = tiny_folder(tmp_path, "qwen3", num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1)
-    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (73, 12)]
+    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (74, 12)]
     results = []
     for chosen in (choose, lambda *_: reference):
         monkeypatch.setattr(decoder, "choose", chosen)

@@ -68,9 +68,9 @@ def bootstrap(values: Sequence[float], seed: int = 0, rounds: int = 2000) -> dic
 
 
 def show(value: dict[str, float], digits: str = ".1f") -> str:
-    """A median or mean and what lies around it: 12.3 (11.0 to 13.1)."""
-    middle = value["median"] if "median" in value else value["mean"]
-    return f"{middle:{digits}} ({value['low']:{digits}} to {value['high']:{digits}})"
+    """A median or mean and what lies around it, if anything: 12.3 (11.0 to 13.1)."""
+    middle, low, high = (f"{number:{digits}}" for number in value.values())
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

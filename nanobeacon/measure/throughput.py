@@ -127,7 +127,8 @@ def table(result: dict[str, Any]) -> str:
         line = [row["label"], row["batch"], show(row["prefill_tokens_per_second"]), show(rate)]
         line += [f"{median(row[name]):.1f}" for name in ("step_ms_start", "step_ms_end")]
         line += [f"{max(row[name]) / 1e6:,.1f}" for name in ("kv_bytes", "memory_bytes")]
-        line += [max(row["evictions"]), f"{median(e / d for e, d in spent):.1%}"]
+        counted = [max(row["evictions"]), f"{median(e / d for e, d in spent):.1%}"]
+        line += counted if row["system"] == "nanobeacon" else [None, None]
         line += [show(row["ratios"][name], ".2f") if name in row["ratios"] else None for name in others]
         if "paper" in row:
             line.append(f"{rate['median'] / first['decode_tokens_per_second']['median']:.2f}")

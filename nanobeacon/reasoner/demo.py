@@ -8,12 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, islice, tee
 from typing import TextIO
 
 from .. import LLM, SamplingParams
 from . import folder, task
-from .solve import solve
 
 POLICIES = ("full", "beacon", "recent", "rkv", "random")
 LENGTH, WINDOW, SEED = 768, 16, 0
@@ -38,18 +37,16 @@ def run(stream: TextIO | None = None, budget: int = 64) -> int:
     say(f"Under beacon, with the prompt and at most {budget} of {len(problem.trace)} tokens in the cache:")
     say(f"look-backs are {right('right')} or {wrong('wrong')}.\n\n{task.decode(problem.prompt)}", end="")
     beacon = _open("beacon", budget)
-    output = _show(beacon, problem, say, right, wrong)
-    say(f"\n\n{'':8}look-backs right   trace   tokens cached        KV   queries")
+    written = list(_shown(beacon, problem, say, right, wrong))
+    say(f"\n\n{'':8}look-backs right   first slip   tokens cached        KV    queries")
     for policy in POLICIES:
-        if policy == "beacon":
-            llm, grade = beacon, task.grade(problem, output)
-        else:
-            llm = _open(policy, budget)
-            (grade,), _ = solve(llm, [problem])
-        looked, trace = f"{grade.right} of {grade.look_backs}", "whole" if grade.whole else "strays"
-        stats = llm.stats
-        memory = f"{stats.peak_kv_bytes / 1e3:6.0f} kB {stats.query_buffer_bytes / 1e3:6.0f} kB"
-        say(f"{policy:8}{looked:>16} {trace:>7} {stats.peak_cached_tokens:15} {memory}")
+        llm = beacon if policy == "beacon" else _open(policy, budget)
+        output = written if policy == "beacon" else list(_written(llm, problem))
+        grade, pairs = task.grade(problem, output), zip(output, problem.trace, strict=False)
+        slip = next((f"token {i}" for i, (said, true) in enumerate(pairs, 1) if said != true), "none")
+        looked, stats = f"{grade.right} of {grade.look_backs}", llm.stats
+        memory = f"{stats.peak_kv_bytes / 1e3:6.0f} kB {stats.query_buffer_bytes / 1e3:7.0f} kB"
+        say(f"{policy:8}{looked:>16} {slip:>12} {stats.peak_cached_tokens:15} {memory}")
     say(f"\n{CLOSING}")
     return 0
 
@@ -71,21 +68,20 @@ def _marks(stream: TextIO) -> tuple[Callable, Callable]:
         return (lambda word: f"{word}+"), (lambda word: f"{word}!")
 
 
-def _show(llm: LLM, problem: task.Problem, say: Callable, right: Callable, wrong: Callable) -> list[int]:
-    """Print the trace as it grows, a line for each read; returns its tokens."""
-    tokens: list[int] = []
+def _written(llm: LLM, problem: task.Problem) -> Iterator[int]:
+    """The model's trace, token by token."""
+    params = SamplingParams(temperature=0.0, max_tokens=len(problem.trace))
+    for request, _ in llm.run(llm.submit([list(problem.prompt)], params)):
+        yield request.output_token_ids[-1]
 
-    def written() -> Iterator[int]:
-        params = SamplingParams(temperature=0.0, max_tokens=len(problem.trace))
-        (request,) = llm.submit([list(problem.prompt)], params)
-        for token in chain(problem.prompt, (r.output_token_ids[-1] for r, _ in llm.run([request]))):
-            tokens.append(token)
-            yield token
 
-    for verdict in task.follow(written()):  # takes a token, gives its verdict, takes the next
-        if len(tokens) > len(problem.prompt):
-            word = task.WORDS[tokens[-1]]
-            if verdict is not None:
-                word = right(word) if verdict else wrong(word)
-            say("\n" if tokens[-1] == task.READ else " ", word, sep="", end="")
-    return tokens[len(problem.prompt) :]
+def _shown(llm: LLM, problem: task.Problem, say: Callable, right: Callable, wrong: Callable) -> Iterator[int]:
+    """The same, each token printed on its way, a line for each read."""
+    told, written = tee(_written(llm, problem))
+    verdicts = islice(task.follow(chain(problem.prompt, told)), len(problem.prompt), None)
+    for token, verdict in zip(written, verdicts, strict=True):
+        word = task.WORDS[token]
+        if verdict is not None:
+            word = right(word) if verdict else wrong(word)
+        say("\n" if token == task.READ else " ", word, sep="", end="")
+        yield token
