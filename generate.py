@@ -33,7 +33,9 @@ def parser() -> Parser:
         prog="generate.py",
         description="Generate text with a Qwen3, Qwen2 or Llama checkpoint, its KV cache within a budget.",
     )
-    p.add_argument("--model", default=DEFAULT_MODEL, help="folder or hub id (default: %(default)s)")
+    p.add_argument(
+        "--model", help=f"folder or hub id (default with a prompt: {DEFAULT_MODEL}; else a demonstration)"
+    )
     what = p.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT")
     what.add_argument("--prompt-file", metavar="FILE", help="- is standard input")
@@ -63,8 +65,8 @@ def parser() -> Parser:
     return p
 
 
-def read_prompt(options: argparse.Namespace) -> str:
-    """The prompt: the option, a file, a pipe, or the built-in example."""
+def read_prompt(options: argparse.Namespace) -> str | None:
+    """The prompt: the option, a file or a pipe; None where there is none."""
     if options.prompt is not None:
         return options.prompt
     path = "-" if options.stdin else options.prompt_file
@@ -76,10 +78,19 @@ def read_prompt(options: argparse.Namespace) -> str:
             raise ValueError(f"--prompt-file {path}: {error}") from error
     piped = sys.stdin is not None and not sys.stdin.closed and (path == "-" or not sys.stdin.isatty())
     text = sys.stdin.read() if piped else ""
-    if text.strip():
-        return text
-    print(f"No prompt given; a built-in example is used:\n{EXAMPLE}\n", file=sys.stderr)
-    return EXAMPLE
+    return text if text.strip() else None
+
+
+def demonstrate(options: argparse.Namespace) -> int:
+    """The embedded reasoner at work; --budget is the one option that means something to it."""
+    plain = vars(parser().parse_args([]))
+    for name, value in vars(options).items():
+        if value != plain[name] and name != "budget":
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} needs --model or a prompt: without them this is a demonstration")
+    from nanobeacon.reasoner import demo
+
+    return demo.run(**({} if options.budget is None else {"budget": options.budget}))
 
 
 def load(options: argparse.Namespace) -> Any:
@@ -87,7 +98,7 @@ def load(options: argparse.Namespace) -> Any:
 
     protect = int(options.protect) if options.protect.lstrip("-").isdigit() else options.protect
     return LLM(
-        options.model,
+        options.model or DEFAULT_MODEL,
         device=options.device,
         dtype=options.dtype,
         seed=options.seed,
@@ -250,6 +261,11 @@ def main(arguments: list[str] | None = None) -> int:
         if options.chat and options.raw:
             raise ValueError("--raw: a conversation needs the chat template")
         text = None if options.chat else read_prompt(options)
+        if text is None and not options.chat:
+            if options.model is None:
+                return demonstrate(options)
+            print(f"No prompt given; a built-in example is used:\n{EXAMPLE}\n", file=sys.stderr)
+            text = EXAMPLE
         llm = load(options)
         return converse(llm, options) if options.chat else complete(llm, text, options)
     except ValueError as error:
