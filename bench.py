@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 COMMANDS = {
     "throughput": "tokens/s, time per step and memory; --vs transformers, --table4, --max-batch",
     "crossover": "from which output length and batch a budget pays, and what it costs before",
@@ -77,7 +79,8 @@ def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
         raise ValueError(f"--plot {options.plot}: a .svg or .html file in an existing folder is possible")
     if options.plot and not hasattr(module, "charts"):
         raise ValueError(f"--plot {options.plot}: {command} has nothing to draw")
-    if options.threads is not None and options.threads < 1:
+    options.threads = torch.get_num_threads() if options.threads is None else options.threads
+    if options.threads < 1:
         raise ValueError(f"--threads {options.threads}: at least 1 is possible")
     return options
 
@@ -148,15 +151,11 @@ class Kernels:
 
 
 def device_of(device: str) -> str:
-    import torch
-
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def record(options: Namespace) -> dict[str, Any]:
     """What it takes to run a measurement again, beside its command: versions, machine, threads, date."""
-    import torch
-
     import nanobeacon
     from nanobeacon.measure.common import proc, proc_bytes
 
@@ -174,14 +173,14 @@ def record(options: Namespace) -> dict[str, Any]:
         "memory_bytes": proc_bytes("/proc/meminfo", "MemTotal"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"versions": versions, "machine": machine, "threads": options.threads, "date": date}
+    said = {"versions": versions, "machine": machine, "threads": options.threads}
+    return said | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 
 
 def heading(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
-    place = f"{machine['cpu']} ({machine['cpu_capability']}), {result['threads']} threads"
-    place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else place
+    cpu = f"{machine['cpu']} ({machine['cpu_capability']}), {result['threads']} threads"
+    place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else cpu
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
     model = f"{Path(result['model']).name} " if result.get("model") else ""
     return f"{result['bench']}: {model}on {place}; {packages}; {result['date'][:10]}"
@@ -191,9 +190,6 @@ def measure(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run one subcommand and print its table; returns what the last line holds."""
     module = Kernels if command == "kernels" else importlib.import_module(f"nanobeacon.measure.{command}")
     options = parse(command, module, arguments)
-    import torch
-
-    options.threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(options.threads)
     if command in TIMED:
         options.preset = options.preset or (None if options.model else "smollm2-135m")

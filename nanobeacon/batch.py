@@ -59,16 +59,10 @@ class Batch:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         return Batch(
-            token_ids=whole(tokens),
-            positions=whole(positions),
-            rope_lengths=whole(rope_lengths),
-            slots=whole(slots),
-            cached_lengths=whole(cached, torch.int32),
+            token_ids=whole(tokens), positions=whole(positions), rope_lengths=whole(rope_lengths),
+            slots=whole(slots), cached_lengths=whole(cached, torch.int32),
             cu_seqlens=whole(borders, torch.int32),
             page_table=cache.page_table[rows, : -(-longest // page_size)],
-            last_tokens=whole(borders[1:]) - 1,
-            max_query_length=max(plan.lengths),
-            max_cached_length=longest,
-            runs=runs,
-            observation=queries.plan(plan),
-        )
+            last_tokens=whole(borders[1:]) - 1, max_query_length=max(plan.lengths),
+            max_cached_length=longest, runs=runs, observation=queries.plan(plan),
+        )  # fmt: skip

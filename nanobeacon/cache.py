@@ -22,15 +22,9 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        num_pages: int,
-        page_size: int,
-        num_rows: int,
-        max_pages: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+        self, config: ModelConfig, num_pages: int, page_size: int, num_rows: int, max_pages: int,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
         shape = (config.num_layers, config.num_kv_heads, num_pages, page_size)
         head_dim = config.head_dim
         self.keys = torch.empty(*shape, head_dim, dtype=dtype, device=device)
@@ -92,13 +86,9 @@ class QueryBuffer:
     """
 
     def __init__(
-        self,
-        settings: EvictionSettings | None,
-        config: ModelConfig,
-        num_rows: int,
-        dtype: torch.dtype,
+        self, settings: EvictionSettings | None, config: ModelConfig, num_rows: int, dtype: torch.dtype,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.settings = settings if settings is not None and settings.capacity else None
         self.capacity = settings.capacity if settings is not None else 0
         shape = (num_rows, config.num_layers, config.num_heads, self.capacity)

@@ -32,14 +32,9 @@ class Evictor:
     """Keeps every request within its budget after each step. settings None: a full cache, nothing to do."""
 
     def __init__(
-        self,
-        settings: EvictionSettings | None,
-        cache: KVCache,
-        queries: QueryBuffer,
-        rope: Rope,
-        kernels,
+        self, settings: EvictionSettings | None, cache: KVCache, queries: QueryBuffer, rope: Rope, kernels,
         trace: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.settings, self.cache, self.queries = settings, cache, queries
         self.rope, self.kernels, self.trace = rope, kernels, trace
         self.evictions = 0
@@ -140,18 +135,10 @@ class Evictor:
         lengths = torch.tensor([r.cached_length for r in requests], dtype=torch.int32, device=device)
         domains = torch.tensor([self._domain(r) for r in requests], dtype=torch.int32, device=device)
         scored = self.kernels.scores(
-            queries.contiguous(),
-            at.int()[:, None, None].expand(shape).contiguous(),
-            cache.keys,
-            cache.positions,
-            page_table,
-            lengths,
-            domains,
-            head_dim**-0.5,
-            longest,
-            policy.group,
+            queries.contiguous(), at.int()[:, None, None].expand(shape).contiguous(), cache.keys,
+            cache.positions, page_table, lengths, domains, head_dim**-0.5, longest, policy.group,
             policy.pool,
-        )
+        )  # fmt: skip
         if policy.smoothing == "avg":  # slots outside the domain count as zero weight
             scored = F.avg_pool1d(scored.clamp(min=0).flatten(0, 1), 7, 1, 3).view_as(scored)
         elif policy.smoothing == "max":

@@ -48,14 +48,9 @@ class DecodeGraphs:
     stand-in."""
 
     def __init__(
-        self,
-        model: Callable[[Batch, KVCache, QueryBuffer], Tensor],
-        cache: KVCache,
-        queries: QueryBuffer,
-        max_num_seqs: int,
-        max_cached_length: int,
-        record: Callable[[Replay], Replay] = capture,
-    ) -> None:
+        self, model: Callable[[Batch, KVCache, QueryBuffer], Tensor], cache: KVCache, queries: QueryBuffer,
+        max_num_seqs: int, max_cached_length: int, record: Callable[[Replay], Replay] = capture,
+    ) -> None:  # fmt: skip
         self.model, self.cache, self.queries = model, cache, queries
         self.buckets, self.max_cached_length, self.record = buckets(max_num_seqs), max_cached_length, record
         self._recordings: dict[int, tuple[Batch, Replay]] = {}
@@ -102,18 +97,13 @@ class DecodeGraphs:
             writes,
         )
         return replace(
-            batch,
-            token_ids=padded(batch.token_ids),
-            positions=padded(batch.positions),
-            rope_lengths=padded(batch.rope_lengths),
-            slots=padded(batch.slots),
+            batch, token_ids=padded(batch.token_ids), positions=padded(batch.positions),
+            rope_lengths=padded(batch.rope_lengths), slots=padded(batch.slots),
             cached_lengths=padded(batch.cached_lengths) + 1,
             cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),
             page_table=torch.zeros(size, self.cache.page_table.shape[1], dtype=torch.int32, device=device),
-            max_cached_length=self.max_cached_length,
-            runs=None,
-            observation=observation,
-        )
+            max_cached_length=self.max_cached_length, runs=None, observation=observation,
+        )  # fmt: skip
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -49,28 +49,13 @@ class LLM:
     """
 
     def __init__(
-        self,
-        model: str,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        seed: int | None = None,
-        load: str = "auto",
-        max_num_seqs: int = 16,
-        max_model_len: int | None = None,
-        page_size: int = 16,
-        num_pages: int | None = None,
-        gpu_memory: float = 0.9,
-        chunk: int = 512,
-        cuda_graphs: bool = True,
-        budget: int | None = None,
-        policy: str | Policy = "beacon",
-        window: int = 32,
-        beacons: int = 16,
-        recents: int = 16,
-        protect: str | int = "prompt",
-        trace: bool = False,
-        progress: bool = False,
-    ) -> None:
+        self, model: str, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto",
+        seed: int | None = None, load: str = "auto", max_num_seqs: int = 16,
+        max_model_len: int | None = None, page_size: int = 16, num_pages: int | None = None,
+        gpu_memory: float = 0.9, chunk: int = 512, cuda_graphs: bool = True, budget: int | None = None,
+        policy: str | Policy = "beacon", window: int = 32, beacons: int = 16, recents: int = 16,
+        protect: str | int = "prompt", trace: bool = False, progress: bool = False,
+    ) -> None:  # fmt: skip
         eviction = settle(policy, budget, window, beacons, recents, protect)
         sizes = dict(max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size, chunk=chunk)
         sizes |= dict(num_pages=num_pages, gpu_memory=gpu_memory)

@@ -71,7 +71,7 @@ POLICIES = {
         replace(_SNAPKV, name="rkv", window=8, attention_share=0.1),
         replace(_BLIND, name="streaming", ranking="newest", window=0),
         replace(_BLIND, name="random", ranking="random"),
-    )
+    )  # fmt: skip
 }
 
 
@@ -127,13 +127,9 @@ class EvictionSettings:
 
 
 def settle(
-    policy: str | Policy = "beacon",
-    budget: int | None = None,
-    window: int = DEFAULTS["window"],
-    beacons: int = DEFAULTS["beacons"],
-    recents: int = DEFAULTS["recents"],
-    protect: str | int = "prompt",
-) -> EvictionSettings | None:
+    policy: str | Policy = "beacon", budget: int | None = None, window: int = DEFAULTS["window"],
+    beacons: int = DEFAULTS["beacons"], recents: int = DEFAULTS["recents"], protect: str | int = "prompt",
+) -> EvictionSettings | None:  # fmt: skip
     """The settings of an engine, or None for a full cache. Numbers other than the defaults replace the
     policy's own.
 

@@ -25,14 +25,9 @@ class Scheduler:
     output."""
 
     def __init__(
-        self,
-        pool: PagePool,
-        page_size: int,
-        max_num_seqs: int,
-        chunk: int,
-        budget: int | None = None,
+        self, pool: PagePool, page_size: int, max_num_seqs: int, chunk: int, budget: int | None = None,
         max_prefill_tokens: int = 2048,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pool, self.page_size, self.chunk, self.budget = pool, page_size, chunk, budget
         self.max_prefill_tokens = max(chunk, max_prefill_tokens)  # a step can always take one whole chunk
         self.waiting: deque[Request] = deque()

@@ -31,14 +31,9 @@ def triton_kernels() -> SimpleNamespace:
     from nanobeacon.kernels import attention, compaction, fps, scoring, store
 
     return SimpleNamespace(
-        store=store.store,
-        paged_attention=attention.paged_attention,
-        fps=fps.fps,
-        reduce=fps.reduce,
-        scores=scoring.scores,
-        redundancy=reference.redundancy,
-        compact=compaction.compact,
-    )
+        store=store.store, paged_attention=attention.paged_attention, fps=fps.fps, reduce=fps.reduce,
+        scores=scoring.scores, redundancy=reference.redundancy, compact=compaction.compact,
+    )  # fmt: skip
 
 
 def _runs_triton(device: torch.device) -> bool:

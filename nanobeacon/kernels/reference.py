@@ -24,16 +24,9 @@ def upcast_pays(x: Tensor, rows: int) -> bool:
 
 
 def store(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    buffer: Tensor | None = None,
-    buffer_rows: Tensor | None = None,
-    buffer_slots: Tensor | None = None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
+    buffer: Tensor | None = None, buffer_rows: Tensor | None = None, buffer_slots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Rotate q and k, write k and v into their slots, and the unrotated q into the query buffer; returns q
     [T, H, D].
 
@@ -53,17 +46,9 @@ def store(
 
 
 def paged_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    page_table: Tensor,
-    cached_lengths: Tensor,
-    cu_seqlens: Tensor,
-    max_query_length: int,
-    max_cached_length: int,
-    scale: float,
-    runs: list[int | None] | None = None,
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, cached_lengths: Tensor, cu_seqlens: Tensor,
+    max_query_length: int, max_cached_length: int, scale: float, runs: list[int | None] | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of each request's queries over its own slots, causal by slot order; returns [T, H, D].
 
     q [T, H, D]; keys, values [K, pages, P, D]; page_table int32 [R, pages of the longest]; cached_lengths
@@ -127,12 +112,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if count < length:
         mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
     out = F.scaled_dot_product_attention(
-        *heads_first,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
+        *heads_first, attn_mask=mask, is_causal=mask is None, scale=scale,
         enable_gqa=num_heads != num_kv_heads,
-    )
+    )  # fmt: skip
     return out[0].transpose(0, 1).to(q.dtype)
 
 
@@ -191,18 +173,10 @@ def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: i
 
 
 def scores(
-    queries: Tensor,
-    query_positions: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    page_table: Tensor,
-    cached_lengths: Tensor,
-    domains: Tensor,
-    scale: float,
-    max_cached_length: int,
-    group: str = "max",
+    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, page_table: Tensor,
+    cached_lengths: Tensor, domains: Tensor, scale: float, max_cached_length: int, group: str = "max",
     pool: str = "max",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """What the observation queries say of each cached key (section 3): float32 [B, L, K, max_cached_length].
 
     queries [B, L, H, N, D], rotated; query_positions int32 [B, L, H, N]: a query sees the keys up to its

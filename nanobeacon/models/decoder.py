@@ -69,17 +69,9 @@ class Layer(nn.Module):
         target = (queries.buffer[:, layer], seen.rows, seen.slots) if seen.rows is not None else ()
         q = kernels.store(qkv, *rotation, batch.slots, keys, values, *target)
         attended = kernels.paged_attention(
-            q,
-            keys,
-            values,
-            batch.page_table,
-            batch.cached_lengths,
-            batch.cu_seqlens,
-            batch.max_query_length,
-            batch.max_cached_length,
-            c.head_dim**-0.5,
-            batch.runs,
-        )
+            q, keys, values, batch.page_table, batch.cached_lengths, batch.cu_seqlens,
+            batch.max_query_length, batch.max_cached_length, c.head_dim**-0.5, batch.runs,
+        )  # fmt: skip
         hidden = hidden + linear(attended.flatten(1), self.o, self.o_bias)
         x = rms_norm(hidden, self.post_norm, c.rms_norm_eps)
         gate, up = linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
