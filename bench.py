@@ -129,22 +129,24 @@ class Kernels:
 
     @staticmethod
     def add_arguments(p: argparse.ArgumentParser) -> None:
-        p.add_argument("--device", default="auto", help="auto, cpu, cuda")
+        p.add_argument("--device", default="auto", help="auto, cpu, cuda: each kernel's time there")
         p.add_argument("--aot", action="store_true", help="compile for sm_80, sm_90, gfx942; needs no GPU")
+        p.add_argument("--roofline", action="store_true", help="bytes, operations and floors, from shapes")
 
     @staticmethod
     def run(options: Namespace) -> dict[str, Any]:
         from nanobeacon.measure import kernels
 
-        found = {"times": kernels.timings(device_of(options.device))} | kernels.roofline()
-        return found | ({"compiled": kernels.aot()} if options.aot else {})
+        found = kernels.roofline() if options.roofline else {}
+        found |= {"kernels": kernels.aot()} if options.aot else {}
+        return found or {"times": kernels.timings(device_of(options.device))}
 
     @staticmethod
     def table(result: dict[str, Any]) -> str:
         from nanobeacon.measure.common import columns
 
         parts = []
-        for name in ("times", "floors", "table4", "compiled"):
+        for name in ("times", "floors", "table4", "kernels"):
             if rows := result.get(name):
                 parts.append(f"{name}\n{columns(list(rows[0]), [list(row.values()) for row in rows])}")
         return "\n\n".join(parts)

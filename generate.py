@@ -96,21 +96,11 @@ def demonstrate(options: argparse.Namespace) -> int:
 def load(options: argparse.Namespace) -> Any:
     from nanobeacon import LLM
 
+    names = ("device", "dtype", "seed", "budget", "policy", "window", "beacons", "recents")
+    chosen = {name: getattr(options, name) for name in names}
     protect = int(options.protect) if options.protect.lstrip("-").isdigit() else options.protect
-    return LLM(
-        options.model or DEFAULT_MODEL,
-        device=options.device,
-        dtype=options.dtype,
-        seed=options.seed,
-        max_num_seqs=min(options.n, 64),
-        budget=options.budget,
-        policy=options.policy,
-        window=options.window,
-        beacons=options.beacons,
-        recents=options.recents,
-        protect=protect,
-        progress=sys.stderr.isatty(),
-    )
+    seats, bar = min(options.n, 64), sys.stderr.isatty()
+    return LLM(options.model or DEFAULT_MODEL, max_num_seqs=seats, protect=protect, progress=bar, **chosen)
 
 
 def params(options: argparse.Namespace) -> Any:
@@ -118,13 +108,6 @@ def params(options: argparse.Namespace) -> Any:
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n")
     return SamplingParams(**{name: getattr(options, name) for name in names})
-
-
-def token_ids(llm: Any, text: str, options: argparse.Namespace) -> Any:
-    """A text as the model wants to read it: through its chat template, unless there is none or --raw."""
-    if options.raw or llm.tokenizer is None or llm.tokenizer.chat_template is None:
-        return text
-    return llm.chat_prompt([{"role": "user", "content": text}], not options.no_thinking)
 
 
 def show(pieces: Iterator[tuple[Any, str]], requests: list[Any]) -> None:
@@ -145,13 +128,73 @@ def show(pieces: Iterator[tuple[Any, str]], requests: list[Any]) -> None:
                 print(f"--- completion {current + 1} of {len(requests)}", file=sys.stderr)
 
 
-def watch(pieces: Iterator[tuple[Any, str]], requests: list[Any]) -> None:
+def watch(pieces: Iterator[tuple[Any, str]]) -> None:
     """Run without printing text, behind a progress bar where a terminal shows one."""
     from tqdm import tqdm
 
     with tqdm(unit="token", disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
         for _ in pieces:
             bar.update()
+
+
+def answer(llm: Any, prompt: Any, options: argparse.Namespace) -> tuple[list[Any], bool]:
+    """Generate and print the completions of one prompt: their requests, and whether Ctrl-C ended them."""
+    requests, interrupted = llm.submit([prompt], params(options)), False
+    if requests[0].error:
+        raise ValueError(requests[0].error)
+    pieces = llm.run(requests)
+    try:
+        watch(pieces) if options.json else show(pieces, requests)
+    except KeyboardInterrupt:
+        interrupted = True
+        pieces.close()
+        print(file=sys.stderr if options.json else sys.stdout, flush=True)
+    if options.json:
+        from nanobeacon.llm import output_of
+
+        for request in requests:
+            fields = asdict(output_of(request)) | {
+                "completion": request.completion,
+                "stats": asdict(llm.stats),
+            }
+            fields.pop("trace")
+            print(json.dumps(fields, ensure_ascii=False), flush=True)
+    return requests, interrupted
+
+
+def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
+    """One prompt, through the chat template where there is one; returns the exit status."""
+    raw = options.raw or llm.tokenizer is None or llm.tokenizer.chat_template is None
+    prompt = text if raw else llm.chat_prompt([{"role": "user", "content": text}], not options.no_thinking)
+    requests, interrupted = answer(llm, prompt, options)
+    print(closing_lines(llm, requests), file=sys.stderr)
+    errors = [r.error for r in requests if r.error]
+    if errors:
+        print(f"generate.py: {errors[0]}", file=sys.stderr)
+    return 130 if interrupted else 1 if errors else 0
+
+
+def converse(llm: Any, options: argparse.Namespace) -> int:
+    """Turns from standard input until it ends; the prompt of each is the whole conversation.
+
+    Ctrl-C ends an answer; at the prompt it ends the conversation.
+    """
+    messages, turns = [], []
+    try:
+        while True:
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                return 0
+            if line.strip():
+                messages.append({"role": "user", "content": line.strip()})
+                requests, _ = answer(llm, llm.chat_prompt(messages, not options.no_thinking), options)
+                messages.append({"role": "assistant", "content": requests[0].stream.text})
+                turns += requests
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        print(closing_lines(llm, turns), file=sys.stderr)
 
 
 def size(count: float) -> str:
@@ -166,100 +209,26 @@ def size(count: float) -> str:
 def closing_lines(llm: Any, requests: list[Any]) -> str:
     """What it took: speed, what was kept of the tokens, and what the cache held."""
     s = llm.stats
-    decoded = max(s.output_tokens - len(requests), 0)
-    lines = [
-        f"prefill {s.prompt_tokens / max(s.prefill_seconds, 1e-9):.1f} tokens/s, "
-        f"decode {decoded / max(s.decode_seconds, 1e-9):.1f} tokens/s ({s.output_tokens} new tokens)"
-    ]
+    seconds, decoded = s.prefill_seconds + s.decode_seconds, max(s.output_tokens - len(requests), 0)
     longest = max((r.num_computed for r in requests), default=0)
-    share = 100 * s.peak_cached_tokens / max(longest, 1)
-    seconds = max(s.prefill_seconds + s.decode_seconds, 1e-9)
-    lines.append(
-        f"kept {s.peak_cached_tokens:,} of {longest:,} tokens a head ({share:.1f} %), "
+    return (
+        f"prefill {s.prompt_tokens / max(s.prefill_seconds, 1e-9):.1f} tokens/s, "
+        f"decode {decoded / max(s.decode_seconds, 1e-9):.1f} tokens/s ({s.output_tokens} new tokens)\n"
+        f"kept {s.peak_cached_tokens:,} of {longest:,} tokens a head "
+        f"({100 * s.peak_cached_tokens / max(longest, 1):.1f} %), "
         f"KV {size(s.peak_kv_bytes)} instead of {size(s.full_kv_bytes)}, {s.evictions} evictions, "
-        f"{100 * s.eviction_seconds / seconds:.1f} % of the time"
+        f"{100 * s.eviction_seconds / max(seconds, 1e-9):.1f} % of the time"
     )
-    return "\n".join(lines)
-
-
-def as_json(llm: Any, request: Any) -> str:
-    from nanobeacon.llm import output_of
-
-    fields = asdict(output_of(request))
-    fields.pop("trace")
-    return json.dumps(
-        fields | {"completion": request.completion, "stats": asdict(llm.stats)}, ensure_ascii=False
-    )
-
-
-def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
-    """One prompt, n completions; returns the exit status."""
-    requests = llm.submit([token_ids(llm, text, options)], params(options))
-    if requests[0].error:
-        raise ValueError(requests[0].error)
-    status = 0
-    try:
-        pieces = llm.run(requests)
-        (watch if options.json else show)(pieces, requests)
-    except KeyboardInterrupt:
-        status = 130
-        pieces.close()
-        print(file=sys.stderr if options.json else sys.stdout)
-    if options.json:
-        for request in requests:
-            print(as_json(llm, request), flush=True)
-    print(closing_lines(llm, requests), file=sys.stderr)
-    errors = [r.error for r in requests if r.error]
-    if errors:
-        print(f"generate.py: {errors[0]}", file=sys.stderr)
-    return status or (1 if errors else 0)
-
-
-def converse(llm: Any, options: argparse.Namespace) -> int:
-    """Turns from standard input until it ends; the prompt of each is the whole conversation."""
-    messages: list[dict[str, str]] = []
-    turns: list[Any] = []
-    try:
-        while True:
-            print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
-            if not line:
-                return 0
-            if not line.strip():
-                continue
-            messages.append({"role": "user", "content": line.strip()})
-            requests = llm.submit([llm.chat_prompt(messages, not options.no_thinking)], params(options))
-            if requests[0].error:
-                raise ValueError(requests[0].error)
-            turns += requests
-            pieces = llm.run(requests)
-            try:
-                (watch if options.json else show)(pieces, requests)
-            except (
-                KeyboardInterrupt
-            ):  # ends the answer, not the conversation: a second one at the prompt does
-                pieces.close()
-                print(flush=True)
-            if options.json:
-                print(as_json(llm, requests[0]), flush=True)
-            messages.append({"role": "assistant", "content": requests[0].stream.text})
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        print(closing_lines(llm, turns), file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger().setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("nanobeacon").setLevel(logging.INFO)
     try:
         params(options)  # what is wrong with them is said before a model is loaded
-        if options.chat and options.n != 1:
-            raise ValueError(f"--n {options.n}: a conversation has one answer a turn")
-        if options.chat and options.raw:
-            raise ValueError("--raw: a conversation needs the chat template")
+        if options.chat and (options.n != 1 or options.raw):
+            raise ValueError("--chat: a conversation has one answer a turn, through the chat template")
         text = None if options.chat else read_prompt(options)
         if text is None and not options.chat:
             if options.model is None:

@@ -38,31 +38,26 @@ class Batch:
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             if request.pages_changed:
                 cache.write_page_table(request)
-            start, held = request.num_computed, request.cached_length
+            start, held, prompt = request.num_computed, request.cached_length, len(request.prompt_token_ids)
             tokens += request.tokens(start, start + length)
             positions += range(start, start + length)
-            prompt = len(request.prompt_token_ids)
             rope_lengths += [max(prompt, p + 1) for p in range(start, start + length)]
-            slots += [
-                request.pages[s // page_size] * page_size + s % page_size for s in range(held, held + length)
-            ]
+            pages = request.pages
+            slots += [pages[s // page_size] * page_size + s % page_size for s in range(held, held + length)]
             cached.append(held + length)
             borders.append(len(tokens))
-        longest = max(cached)
+        longest, runs = max(cached), None
+        if device.type == "cpu":
+            runs = [r.pages[0] * page_size if one_run(r.pages) else None for r in plan.requests]
         rows = torch.tensor([r.row for r in plan.requests], device=device)
-        on_cpu = device.type == "cpu"
-        runs = (
-            [r.pages[0] * page_size if one_run(r.pages) else None for r in plan.requests] if on_cpu else None
-        )
 
         def whole(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         return Batch(
             token_ids=whole(tokens), positions=whole(positions), rope_lengths=whole(rope_lengths),
-            slots=whole(slots), cached_lengths=whole(cached, torch.int32),
-            cu_seqlens=whole(borders, torch.int32),
-            page_table=cache.page_table[rows, : -(-longest // page_size)],
-            last_tokens=whole(borders[1:]) - 1, max_query_length=max(plan.lengths),
-            max_cached_length=longest, runs=runs, observation=queries.plan(plan),
+            slots=whole(slots), cached_lengths=whole(cached, torch.int32), last_tokens=whole(borders[1:]) - 1,
+            cu_seqlens=whole(borders, torch.int32), max_query_length=max(plan.lengths),
+            page_table=cache.page_table[rows, : -(-longest // page_size)], max_cached_length=longest,
+            runs=runs, observation=queries.plan(plan),
         )  # fmt: skip

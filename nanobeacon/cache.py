@@ -17,18 +17,15 @@ from .scheduler import Plan
 
 class KVCache:
     """Keys and values [L, K, pages, P, D], positions int32 [L, K, pages, P], and each row's page table.
-
-    Memory is not cleared: nothing reads a slot that was not written.
-    """
+    Memory is not cleared: nothing reads a slot that was not written."""
 
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, num_rows: int, max_pages: int,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         shape = (config.num_layers, config.num_kv_heads, num_pages, page_size)
-        head_dim = config.head_dim
-        self.keys = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-        self.values = torch.empty(*shape, head_dim, dtype=dtype, device=device)
+        self.keys = torch.empty(*shape, config.head_dim, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys)
         self.positions = torch.empty(shape, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device)
         self.page_size = page_size
@@ -36,8 +33,7 @@ class KVCache:
     @property
     def page_bytes(self) -> int:
         """Bytes of keys and values in one page, all layers and heads."""
-        layers, num_kv_heads, _, page_size, head_dim = self.keys.shape
-        return 2 * layers * num_kv_heads * page_size * head_dim * self.keys.element_size()
+        return 2 * self.keys[:, :, 0].numel() * self.keys.element_size()
 
     def store_positions(self, positions: Tensor, slots: Tensor) -> None:
         """Write the tokens' positions [T] into their slots [T] in every layer and KV head."""
@@ -50,10 +46,8 @@ class KVCache:
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages, all layers and heads."""
-        device = self.keys.device
-        to, of = (torch.tensor(pages, dtype=torch.int64, device=device) for pages in (target, source))
         for tensor in (self.keys, self.values, self.positions):
-            tensor[:, :, to] = tensor[:, :, of]
+            tensor[:, :, target] = tensor[:, :, source]
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,8 @@ class Chunk:
     row: int
     first: int  # its first token in the batch
     held: int  # queries in the row before
-    candidates: int  # its first tokens are reduced together with those held …
+    candidates: int  # its first tokens are reduced together with those held, …
+    kept: int  # … to so many; …
     recents: int  # … the others come after the freeze and are appended
 
 
@@ -78,8 +73,7 @@ class Observation:
 
 
 class QueryBuffer:
-    """Past queries of each running request, before RoPE: buffer [rows, L, H, C, D], their positions [rows, L,
-    H, C].
+    """Past queries of running requests, before RoPE: buffer [rows, L, H, C, D], positions [rows, L, H, C].
 
     Row 0 is nobody's. A policy that reduces appends, and keeps `Request.buffer_count`; the others write the
     query of position p into slot beacons + p mod recents, and the beacons into the slots before.
@@ -89,11 +83,10 @@ class QueryBuffer:
         self, settings: EvictionSettings | None, config: ModelConfig, num_rows: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.settings = settings if settings is not None and settings.capacity else None
         self.capacity = settings.capacity if settings is not None else 0
+        self.settings = settings if self.capacity else None
         shape = (num_rows, config.num_layers, config.num_heads, self.capacity)
-        head_dim = config.head_dim
-        self.buffer = torch.empty(*shape, head_dim, dtype=dtype, device=device)
+        self.buffer = torch.empty(*shape, config.head_dim, dtype=dtype, device=device)
         self.positions = torch.full(shape, -1, dtype=torch.int32, device=device)
 
     @property
@@ -110,53 +103,48 @@ class QueryBuffer:
         if self.settings.reduces:
             rows, slots = [r.row for r in plan.requests], [r.buffer_count for r in plan.requests]
             return Observation(torch.tensor(rows, device=device), torch.tensor(slots, device=device))
-        writes = self._writes(plan)
-        return Observation(writes=tuple(torch.tensor(w, dtype=torch.int64, device=device) for w in writes))
+        writes = torch.tensor(self._writes(plan), dtype=torch.int64, device=device)
+        return Observation(writes=tuple(writes.view(-1, 3).T))
 
     def _chunks(self, plan: Plan) -> tuple[Chunk, ...]:
         chunks, first = [], 0
         for request, length in zip(plan.requests, plan.lengths, strict=True):
+            held = request.buffer_count
             candidates = min(max(self.settings.freeze - request.evictable, 0), length)
-            chunks.append(Chunk(request.row, first, request.buffer_count, candidates, length - candidates))
+            kept = min(self.settings.policy.beacons, held + candidates) if candidates else held
+            chunks.append(Chunk(request.row, first, held, candidates, kept, length - candidates))
             first += length
         return tuple(chunks)
 
-    def _writes(self, plan: Plan) -> tuple[list[int], list[int], list[int]]:
+    def _writes(self, plan: Plan) -> list[tuple[int, int, int]]:
         """(token, row, slot) of every query that a ring, a reservoir or the first ones take from this batch.
 
         A decode step has the same number of writes for each request, those not needed going to row 0.
         """
         policy = self.settings.policy
-        tokens, rows, slots, first = [], [], [], 0
+        writes, token = [], 0
         for request, length in zip(plan.requests, plan.lengths, strict=True):
-            latest: dict[int, tuple[int, int]] = {}  # slot -> (token, row): the last writer wins
+            latest: dict[int, tuple[int, int, int]] = {}  # by slot: the last writer wins
             for i in range(length):
-                position, evictable = request.num_computed + i, request.evictable + i + 1
+                position = request.num_computed + i
                 if i >= length - policy.recents:
-                    latest[policy.beacons + position % policy.recents] = (first + i, request.row)
-                slot = self._beacon_slot(request, position, evictable)
-                if slot is not None:
-                    latest[slot] = (first + i, request.row)
+                    slot = policy.beacons + position % policy.recents
+                    latest[slot] = (token, request.row, slot)
+                slot = self._beacon_slot(request, position, request.evictable + i)
+                if 0 <= slot < policy.beacons:
+                    latest[slot] = (token, request.row, slot)
                 elif not plan.prefill and policy.beacons:
-                    latest[-1] = (first + i, 0)
-            tokens += [token for token, _ in latest.values()]
-            rows += [row for _, row in latest.values()]
-            slots += [max(slot, 0) for slot in latest]
-            first += length
-        return tokens, rows, slots
+                    latest[-1] = (token, 0, 0)
+                token += 1
+            writes += latest.values()
+        return writes
 
-    def _beacon_slot(self, request: Request, position: int, evictable: int) -> int | None:
-        """The beacon slot that this query takes: one of the first evictable ones, or by a seeded
-        reservoir."""
+    def _beacon_slot(self, request: Request, position: int, evictable: int) -> int:
+        """Where a query goes, if that is a beacon slot: the first evictable ones, or a seeded reservoir."""
         policy = self.settings.policy
-        if policy.select == "first" and 1 <= evictable <= policy.beacons:
-            return evictable - 1
-        if policy.select == "reservoir":
-            slot = position
-            if position >= policy.beacons:
-                slot = int(request.chance("reservoir", position) * (position + 1))
-            return slot if slot < policy.beacons else None
-        return None
+        if policy.select == "reservoir" and position >= policy.beacons:
+            return int(request.chance("reservoir", position) * (position + 1))
+        return {"first": evictable, "reservoir": position}.get(policy.select, -1)
 
     def store_positions(self, observation: Observation, positions: Tensor) -> None:
         """The positions of a batch's queries, all layers and heads; those of chunks follow their picks."""
@@ -181,24 +169,19 @@ class QueryBuffer:
             new, where = q[chunk.first : middle], positions[chunk.first : middle].int()
             pool = torch.cat((held[:, : chunk.held], new.transpose(0, 1)), dim=1)
             pool_at = torch.cat((at[:, : chunk.held], where.expand(len(at), -1)), dim=1)
-            kept = min(self.settings.policy.beacons, pool.shape[1])
             counts = torch.full((len(pool),), pool.shape[1], dtype=torch.int32, device=q.device)
-            picks = kernels.fps(pool, counts, kept)
-            held[:, :kept] = pool.gather(1, picks[..., None].expand(-1, -1, pool.shape[-1]))
-            at[:, :kept] = pool_at.gather(1, picks)
+            picks = kernels.fps(pool, counts, chunk.kept)
+            held[:, : chunk.kept] = pool.gather(1, picks[..., None].expand(-1, -1, pool.shape[-1]))
+            at[:, : chunk.kept] = pool_at.gather(1, picks)
         if chunk.recents:
-            count = self.count_after(chunk) - chunk.recents
-            held[:, count : count + chunk.recents] = q[middle : middle + chunk.recents].transpose(0, 1)
-            at[:, count : count + chunk.recents] = positions[middle : middle + chunk.recents].int()
-
-    def count_after(self, chunk: Chunk) -> int:
-        kept = min(self.settings.policy.beacons, chunk.held + chunk.candidates)
-        return (kept if chunk.candidates else chunk.held) + chunk.recents
+            end = chunk.kept + chunk.recents
+            held[:, chunk.kept : end] = q[middle : middle + chunk.recents].transpose(0, 1)
+            at[:, chunk.kept : end] = positions[middle : middle + chunk.recents].int()
 
     def advance(self, plan: Plan, observation: Observation) -> None:
         """Count what a batch has left in the rows."""
         for request, chunk in zip(plan.requests, observation.chunks, strict=False):
-            request.buffer_count = self.count_after(chunk)
+            request.buffer_count = chunk.kept + chunk.recents
         if observation.rows is not None:
             for request in plan.requests:
                 request.buffer_count += 1

@@ -27,9 +27,7 @@ BLOCK_BYTES = 4 << 20  # what loading holds beside the model
 
 def resolve(model: str | Path, config_only: bool = False) -> Path:
     """A folder as it is, or a hub repository's snapshot, cached or downloaded (config_only: without weights).
-
-    ValueError, one line, for what is neither or cannot be had.
-    """
+    ValueError, one line, for what is neither or cannot be had."""
     name = os.path.expanduser(model)
     if name and os.path.isdir(name):
         return Path(name)
@@ -93,14 +91,10 @@ def load_into(views: Mapping[str, Tensor], checkpoint: Checkpoint, progress: boo
     # Old Llama files hold RoPE's frequencies too
     tensors = {k: info for k, info in checkpoint.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
     both = [(name, tensors[name].shape, tuple(view.shape)) for name, view in views.items() if name in tensors]
-    problems = {
-        "missing": views.keys() - tensors.keys(),
-        "unexpected": tensors.keys() - views.keys(),
-        "misshapen": [f"{name} {ours} instead of {wanted}" for name, ours, wanted in both if ours != wanted],
-        "not float, so quantised": [
-            f"{name} {info.dtype}" for name, info in tensors.items() if info.dtype not in DTYPES
-        ],
-    }
+    misshapen = [f"{name} {ours} instead of {wanted}" for name, ours, wanted in both if ours != wanted]
+    quantised = [f"{name} {info.dtype}" for name, info in tensors.items() if info.dtype not in DTYPES]
+    problems = {"missing": views.keys() - tensors.keys(), "unexpected": tensors.keys() - views.keys()}
+    problems |= {"misshapen": misshapen, "not float, so quantised": quantised}
     found = "; ".join(f"{what}: {_shortened(names)}" for what, names in problems.items() if names)
     if found:
         raise ValueError(f"the tensors of {checkpoint.folder} do not fit the model; {found}")
@@ -112,8 +106,7 @@ def load_into(views: Mapping[str, Tensor], checkpoint: Checkpoint, progress: boo
 
 def generation_defaults(folder: str | Path) -> dict[str, float]:
     """How generation_config.json samples: temperature, top_k, top_p, min_p; or temperature 0 alone."""
-    path = Path(folder, "generation_config.json")
-    raw = read_json(path) if path.exists() else {}
+    raw = read_json(Path(folder, "generation_config.json"), optional=True)
     if not field(raw, "do_sample", bool, False):
         return {"temperature": 0.0}
     usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -145,10 +138,11 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             header = json.loads(file.read(length))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+    header.pop("__metadata__", None)
+    begin = 8 + length  # of the data
     return {
-        name: TensorInfo(path, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
+        name: TensorInfo(path, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0])
         for name, entry in header.items()
-        if name != "__metadata__"
     }
 
 

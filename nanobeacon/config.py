@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from .policies import EvictionSettings
+from .policies import EvictionSettings, check, check_whole
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 DTYPES = ("bfloat16", "float16", "float32")
 # RoPE kind -> the numbers it takes from the file; those of REQUIRED must be there
-ROPE_KINDS = {"default": "", "linear": "factor", "dynamic": "factor"}
-ROPE_KINDS |= {"llama3": "factor low_freq_factor high_freq_factor"}
-ROPE_KINDS |= {"yarn": "factor attention_factor mscale mscale_all_dim beta_fast beta_slow"}
 REQUIRED = ("factor", "low_freq_factor", "high_freq_factor")
+ROPE_KINDS = {"default": "", "linear": "factor", "dynamic": "factor", "llama3": " ".join(REQUIRED)}
+ROPE_KINDS |= {"yarn": "factor attention_factor mscale mscale_all_dim beta_fast beta_slow"}
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,7 @@ class RopeConfig:
     original_max_position_embeddings: int = 0  # context before scaling (dynamic, llama3, yarn)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
-    attention_factor: float | None = (
-        None  # yarn: multiplies cos and sin; None: follows from factor and mscales
-    )
+    attention_factor: float | None = None  # yarn: multiplies cos and sin; None: from factor and mscales
     mscale: float | None = None
     mscale_all_dim: float | None = None
     beta_fast: float = 32.0
@@ -61,8 +58,10 @@ class ModelConfig:
     bos_token_id: int | None = None
 
 
-def read_json(path: Path) -> dict:
-    """The JSON object in a file. ValueError naming the file where there is none."""
+def read_json(path: Path, optional: bool = False) -> dict:
+    """The JSON object in a file, {} for an optional one that is missing. ValueError names the file."""
+    if optional and not path.exists():
+        return {}
     try:
         if isinstance(content := json.loads(path.read_text(encoding="utf-8")), dict):
             return content
@@ -73,8 +72,7 @@ def read_json(path: Path) -> dict:
 
 def read_config(folder: str | Path) -> ModelConfig:
     """`parse_config` of a folder's config.json and, where there is one, generation_config.json."""
-    path = Path(folder, "generation_config.json")
-    generation = read_json(path) if path.exists() else {}
+    generation = read_json(Path(folder, "generation_config.json"), optional=True)
     return parse_config(read_json(Path(folder, "config.json")), generation)
 
 
@@ -180,24 +178,18 @@ class EngineConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        open_ones = ("seed", "max_model_len", "num_pages")
         for name in ("seed", "max_num_seqs", "max_model_len", "page_size", "num_pages", "chunk"):
-            value = getattr(self, name)
-            if value is None and name in open_ones:
-                continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or (name != "seed" and value < 1):
-                least = "" if name == "seed" else " of at least 1"
-                raise ValueError(f"{name}={value!r}: a whole number{least} is possible")
+            value, open_one = getattr(self, name), name in ("seed", "max_model_len", "num_pages")
+            if not (value is None and open_one):
+                check_whole(name, value, least=None if name == "seed" else 1)
         memory = self.gpu_memory
-        if not isinstance(memory, int | float) or isinstance(memory, bool) or not 0 < memory <= 1:
-            raise ValueError(f"gpu_memory={memory!r}: a share above 0 and up to 1 is possible")
+        right = isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory <= 1
+        check(right, "gpu_memory", memory, "a share above 0 and up to 1 is possible")
         for name in ("cuda_graphs", "trace"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: True or False is possible")
+            value = getattr(self, name)
+            check(isinstance(value, bool), name, value, "True or False is possible")
 
     def check_length(self, context: int) -> None:
         """max_model_len can only lower what the model's positions allow."""
-        if (self.max_model_len or 0) > context:
-            allowed = f"the model's positions allow {context}, RoPE scaling counted in"
-            raise ValueError(f"max_model_len={self.max_model_len}: {allowed}")
+        allowed = f"the model's positions allow {context}, RoPE scaling counted in"
+        check((self.max_model_len or 0) <= context, "max_model_len", self.max_model_len, allowed)

@@ -25,8 +25,7 @@ def buckets(max_num_seqs: int) -> list[int]:
 
 
 def capture(forward: Replay) -> Replay:
-    """Record `forward` on the current CUDA device; the result replays it and returns the same output
-    tensor."""
+    """Record `forward` on the current CUDA device; the result replays it and returns the same tensor."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -44,8 +43,7 @@ def capture(forward: Replay) -> Replay:
 
 
 class DecodeGraphs:
-    """Runs decode batches through recordings made on first use. `record` is `capture`, or a test's
-    stand-in."""
+    """Runs decode batches through recordings made on first use. `record`: `capture`, or a test's stand-in."""
 
     def __init__(
         self, model: Callable[[Batch, KVCache, QueryBuffer], Tensor], cache: KVCache, queries: QueryBuffer,
@@ -64,10 +62,8 @@ class DecodeGraphs:
         if size not in self._recordings and not self._impossible:
             try:
                 static = self._static(batch, size)
-                self._recordings[size] = (
-                    static,
-                    self.record(lambda: self.model(static, self.cache, self.queries)),
-                )
+                replay = self.record(lambda: self.model(static, self.cache, self.queries))
+                self._recordings[size] = static, replay
             except RuntimeError as error:
                 self._impossible = True
                 log.warning("CUDA graphs are not possible here, decoding without them: %s", error)
@@ -75,10 +71,8 @@ class DecodeGraphs:
             return self.model(batch, self.cache, self.queries)
         static, replay = self._recordings[size]
         for to, of in zip(_tensors(static), _tensors(batch), strict=True):
-            if to.dim() == 2:  # the page table: what lies right of a request's pages is never read
-                to[:count, : of.shape[1]] = of
-            else:
-                to[: len(of)] = of
+            columns = to[:, : of.shape[1]] if of.dim() == 2 else to  # right of its pages no request reads
+            columns[: len(of)] = of
             # Rows past the batch: token 0 at position 0 in slot 0, one cached token, buffer row 0.
             to[len(of) :] = 1 if to is static.cached_lengths else 0
         return replay()[:count]
@@ -86,23 +80,19 @@ class DecodeGraphs:
     def _static(self, batch: Batch, size: int) -> Batch:
         """A batch of `size` padded rows whose tensors stay where they are."""
 
-        def padded(tensor: Tensor, each: int = 1) -> Tensor:
-            return torch.zeros(size * each, dtype=tensor.dtype, device=tensor.device)
+        def padded(tensor: Tensor | None) -> Tensor | None:
+            each = 0 if tensor is None else len(tensor) // len(batch.cached_lengths)
+            return tensor.new_zeros(size * each) if each else tensor
 
-        seen, count, device = batch.observation, len(batch.cached_lengths), batch.token_ids.device
-        writes = seen.writes and tuple(padded(w, len(w) // count) for w in seen.writes)
-        observation = Observation(
-            padded(seen.rows) if seen.rows is not None else None,
-            padded(seen.slots) if seen.slots is not None else None,
-            writes,
-        )
+        seen, table = batch.observation, self.cache.page_table
+        writes = seen.writes and tuple(padded(w) for w in seen.writes)
         return replace(
             batch, token_ids=padded(batch.token_ids), positions=padded(batch.positions),
             rope_lengths=padded(batch.rope_lengths), slots=padded(batch.slots),
             cached_lengths=padded(batch.cached_lengths) + 1,
-            cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),
-            page_table=torch.zeros(size, self.cache.page_table.shape[1], dtype=torch.int32, device=device),
-            max_cached_length=self.max_cached_length, runs=None, observation=observation,
+            cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=table.device),
+            page_table=table.new_zeros(size, table.shape[1]), max_cached_length=self.max_cached_length,
+            runs=None, observation=Observation(padded(seen.rows), padded(seen.slots), writes),
         )  # fmt: skip
 
 
@@ -110,9 +100,5 @@ def _tensors(batch: Batch) -> list[Tensor]:
     """The tensors of a batch that change from step to step."""
     seen = batch.observation
     tensors = [batch.token_ids, batch.positions, batch.rope_lengths, batch.slots, batch.cached_lengths]
-    tensors += [
-        batch.page_table,
-        *(x for x in (seen.rows, seen.slots) if x is not None),
-        *(seen.writes or ()),
-    ]
-    return tensors
+    tensors += [batch.page_table, seen.rows, seen.slots, *(seen.writes or ())]
+    return [tensor for tensor in tensors if tensor is not None]

@@ -5,7 +5,6 @@ gives the numbers of section 3. To try an idea, add a row, or hand a `Policy` to
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 WORDS = {
     "ranking": ("queries", "newest", "random", "none"),
@@ -18,15 +17,21 @@ WORDS = {
 DEFAULTS = {"window": 32, "beacons": 16, "recents": 16, "protect": "prompt"}
 
 
-def _whole(name: str, value: object, least: int = 0, or_else: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}: {or_else}a whole number of at least {least} is possible")
+def check(right: bool, name: str, value: object, possible: str) -> None:
+    """ValueError naming an option, its value and what is possible."""
+    if not right:
+        raise ValueError(f"{name}={value!r}: {possible}")
+
+
+def check_whole(name: str, value: object, least: int | None = 0, or_else: str = "") -> None:
+    right = isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+    bound = "" if least is None else f" of at least {least}"
+    check(right, name, value, f"{or_else}a whole number{bound} is possible")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One line of the table in section 5. The numbers are the policy's own; settings other than the defaults
-    win."""
+    """One line of the table in section 5. The numbers are its own; settings other than the defaults win."""
 
     name: str
     ranking: str = "queries"  # by what the evictable tokens are ranked
@@ -43,14 +48,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():
-            if getattr(self, name) not in words:
-                raise ValueError(
-                    f"policy {self.name!r}: {name}={getattr(self, name)!r}: possible are {words}"
-                )
+            value = getattr(self, name)
+            check(value in words, f"policy {self.name!r}: {name}", value, f"possible are {words}")
         for name in ("beacons", "recents", "window"):
-            _whole(name, getattr(self, name))
+            check_whole(name, getattr(self, name))
         if self.buffer is not None:
-            _whole("buffer", self.buffer, least=self.beacons + self.recents)
+            check_whole("buffer", self.buffer, least=self.beacons + self.recents)
 
 
 _LATEST = Policy("recent", select="none", beacons=0, recents=32)  # asks only the newest queries
@@ -117,10 +120,8 @@ class EvictionSettings:
     @property
     def capacity(self) -> int:
         """Rows of the query buffer a head; 0: the policy asks no queries."""
-        policy = self.policy
-        if policy.ranking != "queries":
-            return 0
-        return max(policy.buffer or policy.beacons + policy.recents, policy.beacons + 1)
+        rows = max(self.policy.buffer or self.policy.beacons + self.policy.recents, self.policy.beacons + 1)
+        return rows if self.policy.ranking == "queries" else 0
 
     def protected(self, prompt_length: int) -> int:
         return prompt_length if self.protect == "prompt" else int(self.protect)
@@ -130,35 +131,33 @@ def settle(
     policy: str | Policy = "beacon", budget: int | None = None, window: int = DEFAULTS["window"],
     beacons: int = DEFAULTS["beacons"], recents: int = DEFAULTS["recents"], protect: str | int = "prompt",
 ) -> EvictionSettings | None:  # fmt: skip
-    """The settings of an engine, or None for a full cache. Numbers other than the defaults replace the
-    policy's own.
+    """The settings of an engine, None for a full cache. Numbers other than the defaults replace the policy's.
 
     Raises ValueError for whatever is impossible together, with what is possible; nothing is ignored silently.
     """
     if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"policy={policy!r}: possible are {', '.join(POLICIES)}")
+        check(policy in POLICIES, "policy", policy, f"possible are {', '.join(POLICIES)}")
         policy = POLICIES[policy]
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy={policy!r}: a name of {', '.join(POLICIES)} or a Policy is possible")
-    for name, value in (("window", window), ("beacons", beacons), ("recents", recents)):
-        _whole(name, value)
+    wanted = f"a name of {', '.join(POLICIES)} or a Policy is possible"
+    check(isinstance(policy, Policy), "policy", policy, wanted)
+    numbers = {"window": window, "beacons": beacons, "recents": recents}
+    for name, value in numbers.items():
+        check_whole(name, value)
     if protect != "prompt":
-        _whole("protect", protect, or_else="'prompt' or ")
-    if policy.ranking == "none" and budget is not None:
-        raise ValueError(f"budget={budget}: policy {policy.name!r} keeps everything; leave the budget out")
-    numbers = {"window": window, "beacons": beacons, "recents": recents, "protect": protect}
+        check_whole("protect", protect, or_else="'prompt' or ")
     if budget is None:
-        idle = [f"{name}={value}" for name, value in numbers.items() if value != DEFAULTS[name]]
+        given = (numbers | {"protect": protect}).items()
+        idle = [f"{name}={value}" for name, value in given if value != DEFAULTS[name]]
         idle += [f"policy={policy.name!r}"] if policy.name not in ("beacon", "full") else []
         if idle:
             raise ValueError(f"{idle[0]}: acts only under a budget, and budget=None; give one")
         return None
+    everything = f"policy {policy.name!r} keeps everything; leave the budget out"
+    check(policy.ranking != "none", "budget", budget, everything)
     policy = _overridden(policy, numbers)
-    _whole("budget", budget, least=1)
+    check_whole("budget", budget, least=1)
     settings = EvictionSettings(policy, budget, protect)
-    if settings.kept <= settings.window:
-        always = settings.window
+    if (always := settings.window) >= settings.kept:
         smallest = next(b for b in range(1, budget + 9 * always + 9) if b - max(1, b // 8) > always)
         raise ValueError(
             f"budget={budget}: an eviction leaves {settings.kept} tokens and the newest {always} always "
@@ -167,14 +166,13 @@ def settle(
     return settings
 
 
-def _overridden(policy: Policy, numbers: dict[str, Any]) -> Policy:
+def _overridden(policy: Policy, numbers: dict[str, int]) -> Policy:
     """The policy with the user's numbers where they are not the defaults; one it does not have is refused."""
     has = {"window": policy.ranking in ("queries", "random")}
     has |= {"beacons": policy.beacons > 0, "recents": policy.recents > 0}
-    changes = {name: numbers[name] for name in has if numbers[name] != DEFAULTS[name]}
+    changes = {name: value for name, value in numbers.items() if value != DEFAULTS[name]}
     for name, value in changes.items():
-        if not has[name]:
-            raise ValueError(f"{name}={value}: policy {policy.name!r} has no {name}; leave it out")
+        check(has[name], name, value, f"policy {policy.name!r} has no {name}; leave it out")
     policy = replace(policy, **changes)
     if policy.ranking == "queries" and policy.beacons + policy.recents == 0:
         raise ValueError("beacons=0 and recents=0: at least one query is needed to rank the tokens")

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .policies import check, check_whole
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. None: the checkpoint's generation_config decides, else
-    neutral.
+    """How one request is sampled and when it ends. None: as generation_config.json says, else neutral.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; max_tokens None is what the context leaves;
     logprobs=k returns each token's log-probability and the k best, before temperature and filters.
@@ -35,17 +36,11 @@ class SamplingParams:
         for name, kind in (("stop", str), ("stop_token_ids", int)):
             value = getattr(self, name)
             value = () if value is None else (value,) if name == "stop" and isinstance(value, str) else value
-            if not isinstance(value, list | tuple):
-                raise ValueError(f"{name}={value!r}: a list of {kind.__name__} is possible")
+            check(isinstance(value, list | tuple), name, value, f"a list of {kind.__name__} is possible")
             object.__setattr__(self, name, tuple(value))
-        whole = {"max_tokens": 1, "top_k": 0, "n": 1, "logprobs": 0, "seed": None}
-        for name, least in whole.items():
-            value = getattr(self, name)
-            if value is None and name != "n":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-                wanted = "a whole number" + ("" if least is None else f" of at least {least}")
-                raise ValueError(f"{name}={value!r}: {wanted} is possible")
+        for name, least in {"max_tokens": 1, "top_k": 0, "n": 1, "logprobs": 0, "seed": None}.items():
+            if (value := getattr(self, name)) is not None or name == "n":
+                check_whole(name, value, least)
         ranges = {
             "temperature": (lambda v: 0 <= v <= sys.float_info.max, "a number of at least 0"),
             "top_p": (lambda v: 0 < v <= 1, "a number above 0 and up to 1"),
@@ -54,24 +49,19 @@ class SamplingParams:
         for name, (possible, wanted) in ranges.items():
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (number and possible(value)):
-                raise ValueError(f"{name}={value!r}: {wanted} is possible")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop={list(self.stop)!r}: strings that are not empty are possible")
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in self.stop_token_ids):
-            raise ValueError(
-                f"stop_token_ids={list(self.stop_token_ids)!r}: token ids (0 and up) are possible"
-            )
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r}: True or False is possible")
+            check(value is None or (number and possible(value)), name, value, f"{wanted} is possible")
+        texts, ids = list(self.stop), list(self.stop_token_ids)
+        right = all(isinstance(text, str) and text for text in texts)
+        check(right, "stop", texts, "strings that are not empty are possible")
+        right = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+        check(right, "stop_token_ids", ids, "token ids (0 and up) are possible")
+        check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False is possible")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingParams":
         """Every open sampling field filled from `defaults`, else with its neutral value (greedy)."""
         neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        return replace(
-            self,
-            **{k: defaults.get(k, v) for k, v in neutral.items() if getattr(self, k) is None},
-        )
+        filled = {k: defaults.get(k, v) for k, v in neutral.items() if getattr(self, k) is None}
+        return replace(self, **filled)
 
 
 @dataclass(eq=False)
@@ -120,13 +110,11 @@ class Request:
 
     @property
     def evictable(self) -> int:
-        """L of section 3: cached tokens that count against the budget (negative while protected ones are
-        missing)."""
+        """L of section 3: cached tokens that count against the budget, below 0 until the protected are in."""
         return self.cached_length - self.protected
 
     def chance(self, purpose: str, position: int) -> float:
-        """A number in [0, 1) that depends on the request's seed, the purpose and the position alone; the
-        completions of one prompt share what happens inside it."""
+        """A number in [0, 1) from seed, purpose and position; completions share those inside their prompt."""
         completion = self.completion if position >= len(self.prompt_token_ids) else 0
         return random.Random(f"{purpose} {self.seed:x} {completion} {position}").random()
 
@@ -138,8 +126,7 @@ class Request:
         return (self.prompt_token_ids[start:stop] + self.output_token_ids[: stop - prompt])[: stop - start]
 
     def append(self, token_id: int) -> None:
-        """Take a sampled token; decides whether it ends the request (stop strings are decided on the
-        text)."""
+        """Take a sampled token; it may end the request (stop strings are decided on the text)."""
         self.output_token_ids.append(token_id)
         ends = token_id in self.params.stop_token_ids
         ends = ends or (token_id in self.eos_token_ids and not self.params.ignore_eos)

@@ -13,9 +13,9 @@ from nanobeacon import LLM, SamplingParams
 from nanobeacon.config import read_config
 from nanobeacon.measure import common, crossover, fidelity, plots, systems, throughput
 
-SLOT = (
-    2 * 2 * 2 * 16 * 4
-)  # keys and values, layers, KV heads, head dim, bytes: a token of the tiny model in float32
+CPU = "--device cpu --dtype float32"
+# A token of the tiny model in float32: keys and values, layers, KV heads, head dim, bytes
+SLOT = 2 * 2 * 2 * 16 * 4
 
 
 class Inline:
@@ -61,7 +61,7 @@ def run(capsys):
 
 
 def test_throughput_measures_in_a_process_of_its_own(run, folder):
-    words = "--policies full --batch 1 --output-length 4 --repeats 1 --dtype float32 --threads 1"
+    words = f"--policies full --batch 1 --output-length 4 --repeats 1 {CPU} --threads 1"
     status, table, result, err = run("throughput", "--model", folder, *words.split())
     (row,) = result["rows"]
     assert status == 0 and row["decode_tokens"] == [3]
@@ -70,9 +70,7 @@ def test_throughput_measures_in_a_process_of_its_own(run, folder):
 
 
 def test_throughput_beside_transformers(run, folder, inline, tmp_path):
-    words = (
-        "--batch 2 --prompt-length 20 --output-length 90 --budgets 64 --repeats 2 --dtype float32 --threads 1"
-    )
+    words = f"--batch 2 --prompt-length 20 --output-length 90 --budgets 64 --repeats 2 {CPU} --threads 1"
     chart = tmp_path / "chart.svg"
     words = [*words.split(), "--vs", "transformers", "--plot", chart]
     status, table, result, _ = run("throughput", "--model", folder, *words)
@@ -109,7 +107,7 @@ def test_throughput_beside_transformers(run, folder, inline, tmp_path):
 
 
 def test_steps_are_the_decode_steps_of_the_whole_batch(folder):
-    words = f"--model {folder} --prompt-length 600 --output-length 12 --dtype float32 --batch 4 --device cpu"
+    words = f"--model {folder} --prompt-length 600 --output-length 12 {CPU}"
     options = bench.parse("throughput", throughput, words.split())
     with bench.settled(options) as job:
         subject = systems.Nanobeacon(systems.System(), systems.changed(job, batch=5))
@@ -125,9 +123,7 @@ def test_steps_are_the_decode_steps_of_the_whole_batch(folder):
 def test_growing_requests_stay_one_run_of_pages(folder):
     """The pool that throughput asks for lets the CPU path read views, as with a pool of the default size."""
     for batch, prompt, output in ((3, 5, 200), (5, 100, 150), (8, 33, 60), (6, 200, 20)):
-        words = (
-            f"--model {folder} --prompt-length {prompt} --output-length {output} --dtype float32 --device cpu"
-        )
+        words = f"--model {folder} --prompt-length {prompt} --output-length {output} {CPU}"
         with bench.settled(bench.parse("throughput", throughput, words.split())) as job:
             subject = systems.Nanobeacon(systems.System(), systems.changed(job, batch=batch))
         subject.begin(0)
@@ -137,9 +133,7 @@ def test_growing_requests_stay_one_run_of_pages(folder):
 
 
 def test_crossover(run, folder, inline):
-    words = (
-        "--batch 1,2 --prompt-length 9 --output-length 101 --budgets 64 --turn 20 --dtype float32 --repeats 3"
-    )
+    words = f"--batch 1,2 --prompt-length 9 --output-length 101 --budgets 64 --turn 20 {CPU} --repeats 3"
     status, table, result, _ = run("crossover", "--model", folder, *words.split())
     assert status == 0 and [(r["batch"], r["label"]) for r in result["rows"]] == [
         (1, "beacon 64"),
@@ -175,7 +169,7 @@ def test_fidelity_is_what_two_scores_say(run, folder, tmp_path):
     prompts, tokens, budget = [prompt_of(12), prompt_of(30, seed=1), prompt_of(7, seed=2)], 100, 64
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": p}) for p in prompts) + "\n")
-    words = f"--tokens {tokens} --budgets 64,80 --policies beacon,streaming --temperature 0 --dtype float32"
+    words = f"--tokens {tokens} --budgets 64,80 --policies beacon,streaming --temperature 0 {CPU}"
     chart = tmp_path / "chart.html"
     words = [*words.split(), "--group", 2, "--prompts", file, "--plot", chart]
     status, table, result, _ = run("fidelity", "--model", folder, *words)
@@ -251,7 +245,7 @@ def test_table_4_at_a_small_scale(run, inline, monkeypatch):
     monkeypatch.setattr(
         throughput, "TABLE_4", [("full", None, 8, 82.3), ("rpc", 256, 16, 725.4), ("beacon", 256, 16, 704.8)]
     )
-    words = "--table4 --preset qwen3-4b --scale 4 --repeats 1 --prompt-length 8"
+    words = f"--table4 --preset qwen3-4b --scale 4 --repeats 1 --prompt-length 8 {CPU}"
     status, table, result, _ = run("throughput", *words.split())
     assert (
         status == 0 and "704.8" in table and "8.56" in table
@@ -263,6 +257,7 @@ def test_table_4_at_a_small_scale(run, inline, monkeypatch):
 def test_max_batch_is_what_fits_into_the_memory_given(run, inline, monkeypatch):
     monkeypatch.setitem(bench.PRESETS, "smollm2-135m", TINY)
     words = "--max-batch --memory 0.0005 --prompt-length 8 --output-length 120 --budgets 64 --repeats 1"
+    words += " --device cpu"
     status, _, result, _ = run("throughput", *words.split())
     assert status == 0
     vector = 2 * (8 * 2 + 2)  # layers, head dim in bf16, half a position each for key and value
@@ -279,7 +274,7 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
     status, _, _, err = run()
     assert status == 2 and "reasoner" in err
     monkeypatch.setattr(reasoner, "folder", lambda: fidelity.Path(folder))
-    line = "throughput --model {reasoner} --batch 2 --output-length 8 --repeats 1 --dtype float32"
+    line = "throughput --model {reasoner} --batch 2 --output-length 8 --repeats 1 " + CPU
     monkeypatch.setattr(bench, "TOUR", (line,))
     status, table, result, _ = run()
     assert status == 0 and result["parts"][0]["bench"] == "throughput"

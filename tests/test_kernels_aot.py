@@ -5,7 +5,6 @@ In processes of their own, one for each model: Triton compiles nothing where TRI
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -53,28 +52,25 @@ print(json.dumps(found))
 """
 
 
-def run(program: str, *arguments: str) -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+BACKGROUND = {
+    name: ([sys.executable, "-c", program, *arguments], ENVIRONMENT)
+    for name, program, *arguments in (
+        ("aot qwen3-4b", PROGRAM, "qwen3-4b"),
+        ("aot smollm2-135m", PROGRAM, "smollm2-135m"),
+        ("in place", IN_PLACE),
     )
+}
 
 
-def answer(process: subprocess.Popen):
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-4000:]
-    return json.loads(output.splitlines()[-1])
+def answer(process):
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[dict]:
-    first, second = run(PROGRAM, "qwen3-4b"), run(PROGRAM, "smollm2-135m")
-    return answer(first) + answer(second)
+def rows(background) -> list[dict]:
+    return answer(background("aot qwen3-4b")) + answer(background("aot smollm2-135m"))
 
 
 def test_every_kernel_compiles_for_every_target(rows):
@@ -117,10 +113,10 @@ def test_floors_of_the_papers_rows():
     )  # bytes of KV in the caches' mean
 
 
-def test_loads_barriers_and_stores_of_the_kernels_in_place_keep_their_order():
+def test_loads_barriers_and_stores_of_the_kernels_in_place_keep_their_order(background):
     """compact: all loads of a tile, a barrier, its stores, a barrier. reduce: the picked rows, a barrier, the
     stores. The interpreter cannot show what a compiler that moved them would break; the machine code can."""
-    order = answer(run(IN_PLACE))
+    order = answer(background("in place"))
     compact = order["compact"]
     first, second = (i for i, operation in enumerate(compact) if operation == "BAR")
     assert set(compact[:first]) == {"LDG"} and second == len(compact) - 1

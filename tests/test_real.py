@@ -19,8 +19,8 @@ QUESTIONS = [
     "List five fruits and a colour for each.",
     "def fibonacci(n):",
 ]
-# A bf16 logit between 16 and 32 is a multiple of 0.125. Where two tokens lie within three such steps of the best in
-# float32, correct bf16 computations may pick differently: that is a near-tie, and the comparison ends there.
+# A bf16 logit between 16 and 32 is a multiple of 0.125. Where two tokens lie within three such steps of the
+# best in float32, correct bf16 computations may pick differently: a near-tie, and the comparison ends there.
 NEAR_TIE = 0.375
 
 
@@ -91,8 +91,8 @@ def test_logits_equal_transformers_in_float32(folder):
 @pytest.mark.parametrize("budget", [None, 64])
 def test_streamed_pieces_joined_equal_the_text(folder, budget):
     llm = LLM(folder, device="cpu", budget=budget, max_num_seqs=2)
-    params = SamplingParams(max_tokens=90, temperature=0.9, seed=11)
-    prompt = llm.chat_prompt([{"role": "user", "content": "Write emoji and Chinese: 🎈"}])
+    params = SamplingParams(max_tokens=90, temperature=0.9, seed=11, ignore_eos=True)
+    prompt = llm.chat_prompt([{"role": "user", "content": "Write a poem with emoji: 🎈"}])
     pieces = list(llm.stream(prompt, params))
     (output,) = llm.generate([prompt], params)
     assert "".join(pieces) == output.text and len(pieces) > 5

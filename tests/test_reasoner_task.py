@@ -1,5 +1,6 @@
 """The reasoner's task is seeded, as hard as intended, graded fairly; the shipped folder does it."""
 
+import json
 import random
 import statistics
 import subprocess
@@ -180,3 +181,45 @@ def test_the_shipped_folder_works_in_transformers():
     for problem, output in zip(problems, outputs.tolist(), strict=True):
         assert tuple(output) == problem.trace
         assert tokenizer.decode(output) == task.decode(problem.trace)
+
+
+def test_training_is_seeded_and_writes_the_shipped_kind_of_folder(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from nanobeacon.reasoner import train
+
+    monkeypatch.setattr(train, "CURRICULUM", (train.Stage(2, 64, 2, writes=False), train.Stage(1, 96, 1)))
+    monkeypatch.setattr(train, "FINE_TUNING", (train.Stage(1, 64, 1),))
+    for name, seed in (("first", "1"), ("again", "1"), ("other", "2")):
+        assert train.main(["--seed", seed, "--out", str(tmp_path / name)]) == 0
+    weights = {
+        name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again", "other")
+    }
+    assert weights["first"] == weights["again"] != weights["other"]
+    assert {path.name for path in folder().iterdir()} == {
+        path.name for path in (tmp_path / "first").iterdir()
+    }
+    for path in folder().glob("*.json"):
+        ours, shipped = (
+            json.loads((place / path.name).read_text()) for place in (tmp_path / "first", folder())
+        )
+        for config in (ours, shipped):
+            config.pop("transformers_version", None)
+        assert ours == shipped
+    tuned = ["--init", str(folder()), "--no-recitation", "--seed", "1", "--out", str(tmp_path / "tuned")]
+    assert train.main(tuned) == 0
+    assert (tmp_path / "tuned" / "model.safetensors").stat().st_size == len(weights["first"])
+
+
+def test_training_weighs_look_backs_most_and_the_prompt_nothing():
+    pytest.importorskip("transformers")
+    from nanobeacon.reasoner import train
+
+    for recitation in (True, False):
+        problems = task.problems(2, 400, seed=1, recitation=recitation)
+        tokens, weights = train.make_batch(problems, recitation)
+        for problem, row, weight in zip(problems, tokens.tolist(), weights, strict=True):
+            assert tuple(row) == problem.prompt + problem.trace
+            assert weight[: task.PROMPT_LENGTH].unique().tolist() == [0.0]
+            heavy = (weight[task.PROMPT_LENGTH :] == train.LOOK_BACK_WEIGHT).nonzero()[:, 0].tolist()
+            recited = [1, 4, 7, 10, 13, 16, 19, 22] if recitation else []
+            assert heavy == [*recited, *problem.look_backs]

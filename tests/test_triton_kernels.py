@@ -8,7 +8,6 @@ The interpreter runs a program's threads as one: a missing barrier shows in test
 """
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -31,19 +30,13 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 shapes = pytest.mark.parametrize("group, dim, page, dtype", SHAPES)
 
 
-def test_triton_equals_the_reference_under_the_interpreter():
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-o",
-        "python_functions=case_",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+CASES = [sys.executable, "-m", "pytest", "-o", "python_functions=case_", "-p", "no:cacheprovider", __file__]
+ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+BACKGROUND = {} if "TRITON_INTERPRET" in os.environ else {"interpreter": (CASES, ENVIRONMENT)}
+
+
+def test_triton_equals_the_reference_under_the_interpreter(background):
+    done = background("interpreter")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 

@@ -64,9 +64,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
 
 
-def text_folder(folder: Path, family: str = "llama", seed: int = 0, **changes) -> Path:
+def text_folder(folder: Path, family: str = "llama", seed: int = 0, eos: bool = True, **changes) -> Path:
     """A checkpoint folder with a byte-level tokenizer (ids 3 + byte), a BOS and a chat template: it writes
     noise."""
+    changes |= {} if eos else {"eos_token_id": None}
     tiny_folder(folder, family, seed, vocab_size=320, **changes)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     specials = ["<pad>", "<bos>", "<eos>"]
@@ -80,6 +81,6 @@ def text_folder(folder: Path, family: str = "llama", seed: int = 0, **changes) -
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>" if eos else None, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

@@ -1,0 +1,39 @@
+"""One thread for tiny models; slow processes of some test files run beside the others, on the second core."""
+
+import os
+import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tiny products lose by threads
+
+running: dict[str, Future] = {}
+
+
+def pytest_collection_finish(session):
+    """Start what modules declare, one after another: BACKGROUND = {name: (command, environment)}."""
+    queue = ThreadPoolExecutor(1)
+    for module in dict.fromkeys(getattr(item, "module", None) for item in session.items):
+        for name, (command, environment) in getattr(module, "BACKGROUND", {}).items():
+            running[name] = queue.submit(
+                subprocess.run,
+                command,
+                env=environment,
+                cwd=Path(__file__).parent.parent,
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+
+
+def pytest_sessionfinish(session):
+    for future in running.values():
+        future.cancel()
+
+
+@pytest.fixture(scope="session")
+def background():
+    """The finished process of a name that a module declares."""
+    return lambda name: running[name].result()
