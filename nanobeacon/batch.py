@@ -1,8 +1,6 @@
 """`Batch`: the tensors of one forward pass, built from the scheduler's plan.
 
-Knows where tokens go, not what becomes of them. Positions come from logical lengths, slots and cached lengths
-from physical ones; nothing else in the engine turns one into the other.
-"""
+Knows where tokens go: positions by logical lengths, slots and cached lengths by physical ones, only here."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """What a request leaves on the device: `KVCache` (keys, values, positions in pages) and `QueryBuffer`.
 
-Knows slots, rows and counts; nothing of scheduling, of scores or of when an eviction is due. A buffer row's
-slots are decided by counts on the host, never by what a tensor holds.
-"""
+Knows slots, rows and counts on the host; nothing of scheduling, of scores or of when an eviction is due."""
 
 from dataclasses import dataclass
 
@@ -40,8 +38,7 @@ class KVCache:
         self.positions.view(-1, self.positions.shape[2] * self.page_size)[:, slots] = positions.int()
 
     def write_page_table(self, request: Request) -> None:
-        pages = torch.tensor(request.pages, dtype=torch.int32)
-        self.page_table[request.row, : len(pages)] = pages.to(self.page_table.device)
+        self.page_table[request.row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
         request.pages_changed = False
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
@@ -74,10 +71,8 @@ class Observation:
 
 class QueryBuffer:
     """Past queries of running requests, before RoPE: buffer [rows, L, H, C, D], positions [rows, L, H, C].
-
     Row 0 is nobody's. A policy that reduces appends, and keeps `Request.buffer_count`; the others write the
-    query of position p into slot beacons + p mod recents, and the beacons into the slots before.
-    """
+    query of position p into slot beacons + p mod recents, and the beacons into the slots before."""
 
     def __init__(
         self, settings: EvictionSettings | None, config: ModelConfig, num_rows: int, dtype: torch.dtype,
@@ -118,9 +113,7 @@ class QueryBuffer:
 
     def _writes(self, plan: Plan) -> list[tuple[int, int, int]]:
         """(token, row, slot) of every query that a ring, a reservoir or the first ones take from this batch.
-
-        A decode step has the same number of writes for each request, those not needed going to row 0.
-        """
+        A decode step has the same number of writes for each request, those not needed going to row 0."""
         policy = self.settings.policy
         writes, token = [], 0
         for request, length in zip(plan.requests, plan.lengths, strict=True):
@@ -164,19 +157,17 @@ class QueryBuffer:
 
     def _take_chunk(self, layer: int, q: Tensor, positions: Tensor, chunk: Chunk, kernels) -> None:
         held, at = self.buffer[chunk.row, layer], self.positions[chunk.row, layer]
-        middle = chunk.first + chunk.candidates
-        if chunk.candidates:
-            new, where = q[chunk.first : middle], positions[chunk.first : middle].int()
-            pool = torch.cat((held[:, : chunk.held], new.transpose(0, 1)), dim=1)
-            pool_at = torch.cat((at[:, : chunk.held], where.expand(len(at), -1)), dim=1)
+        candidates, kept, end = chunk.candidates, chunk.kept, chunk.kept + chunk.recents
+        tokens = slice(chunk.first, chunk.first + candidates + chunk.recents)
+        new, new_at = q[tokens].transpose(0, 1), positions[tokens].int().expand(len(at), -1)
+        if candidates:
+            pool = torch.cat((held[:, : chunk.held], new[:, :candidates]), dim=1)
+            pool_at = torch.cat((at[:, : chunk.held], new_at[:, :candidates]), dim=1)
             counts = torch.full((len(pool),), pool.shape[1], dtype=torch.int32, device=q.device)
-            picks = kernels.fps(pool, counts, chunk.kept)
-            held[:, : chunk.kept] = pool.gather(1, picks[..., None].expand(-1, -1, pool.shape[-1]))
-            at[:, : chunk.kept] = pool_at.gather(1, picks)
-        if chunk.recents:
-            end = chunk.kept + chunk.recents
-            held[:, chunk.kept : end] = q[middle : middle + chunk.recents].transpose(0, 1)
-            at[:, chunk.kept : end] = positions[middle : middle + chunk.recents].int()
+            picks = kernels.fps(pool, counts, kept)
+            held[:, :kept] = pool.gather(1, picks[..., None].expand(-1, -1, pool.shape[-1]))
+            at[:, :kept] = pool_at.gather(1, picks)
+        held[:, kept:end], at[:, kept:end] = new[:, candidates:], new_at[:, candidates:]
 
     def advance(self, plan: Plan, observation: Observation) -> None:
         """Count what a batch has left in the rows."""
@@ -187,7 +178,6 @@ class QueryBuffer:
                 request.buffer_count += 1
 
     def copy_row(self, source: Request, target: Request) -> None:
-        if self.settings is not None:
-            self.buffer[target.row] = self.buffer[source.row]
-            self.positions[target.row] = self.positions[source.row]
-            target.buffer_count = source.buffer_count
+        for tensor in (self.buffer, self.positions):
+            tensor[target.row] = tensor[source.row]
+        target.buffer_count = source.buffer_count

@@ -1,8 +1,7 @@
 """A model's files: hub id or folder -> safetensors -> views of the model's parameters, complete or one error.
 
 It knows nothing about architectures: names and shapes come with the views. Only safetensors are read, those
-that the index names or model.safetensors alone, and headers are checked before any data is read.
-"""
+that the index names or model.safetensors alone, and headers are checked before any data is read."""
 
 import json
 import math
@@ -84,10 +83,8 @@ class Checkpoint:
 
 def load_into(views: Mapping[str, Tensor], checkpoint: Checkpoint, progress: bool = True) -> None:
     """Copy each tensor of the checkpoint into the view of its name, on any device, cast to the view's dtype.
-
     ValueError, before the first copy, with all that is missing, unexpected, misshapen or quantised. Takes
-    a few MB beside the model. progress: a bar on stderr.
-    """
+    a few MB beside the model. progress: a bar on stderr."""
     # Old Llama files hold RoPE's frequencies too
     tensors = {k: info for k, info in checkpoint.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
     both = [(name, tensors[name].shape, tuple(view.shape)) for name, view in views.items() if name in tensors]
@@ -138,11 +135,10 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             header = json.loads(file.read(length))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is no whole safetensors file: {error}") from None
-    header.pop("__metadata__", None)
-    begin = 8 + length  # of the data
     return {
-        name: TensorInfo(path, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0])
+        name: TensorInfo(path, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
+        if name != "__metadata__"
     }
 
 

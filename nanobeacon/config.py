@@ -1,7 +1,6 @@
 """What a checkpoint's JSON says about its model: defaults resolved, values checked, the unsupported refused.
 
-It knows nothing about tensors (a checkpoint's are names here), devices or the hub, and imports no torch.
-"""
+It knows nothing about tensors (a checkpoint's are names here), devices or the hub, and imports no torch."""
 
 import json
 from collections.abc import Collection
@@ -179,8 +178,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("seed", "max_num_seqs", "max_model_len", "page_size", "num_pages", "chunk"):
-            value, open_one = getattr(self, name), name in ("seed", "max_model_len", "num_pages")
-            if not (value is None and open_one):
+            value = getattr(self, name)
+            if value is not None or name not in ("seed", "max_model_len", "num_pages"):
                 check_whole(name, value, least=None if name == "seed" else 1)
         memory = self.gpu_memory
         right = isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory <= 1

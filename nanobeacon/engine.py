@@ -1,8 +1,7 @@
 """`Engine.step()`: the only place where scheduler, model, cache and evictor meet.
 
 Knows token ids, and text only through each request's stream. Where weights, tokenizers and options come from
-is the business of `llm.py`.
-"""
+is the business of `llm.py`."""
 
 import logging
 import random

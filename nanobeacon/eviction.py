@@ -1,8 +1,7 @@
 """`Evictor`: when a query buffer is reduced, when a cache is evicted; score, select, compact (section 3).
 
 Counts decide, so the host knows the schedule without asking the device. Knows nothing of models, sampling or
-scheduling; what a policy asks and how it pools is data in `policies.py`.
-"""
+scheduling; what a policy asks and how it pools is data in `policies.py`."""
 
 from dataclasses import dataclass
 
@@ -41,22 +40,23 @@ class Evictor:
 
     def due(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
         """(those whose buffer is reduced now, those whose cache is evicted now), from counts alone."""
-        settings = self.settings
-        if settings is None:
+        if (settings := self.settings) is None:
             return [], []
         reduce = []
-        if settings.reduces:
-            for r in requests:
-                full = r.evictable < settings.freeze and r.buffer_count >= self.queries.capacity
-                if full or (r.evictable == settings.freeze and r.buffer_count > settings.policy.beacons):
-                    reduce.append(r)
+        for r in requests if settings.reduces else ():
+            full = r.evictable < settings.freeze and r.buffer_count >= self.queries.capacity
+            if full or (r.evictable == settings.freeze and r.buffer_count > settings.policy.beacons):
+                reduce.append(r)
         return reduce, [r for r in requests if r.evictable == settings.budget]
 
     def after_step(self, requests: list[Request]) -> bool:
         """Reduce and evict what is due among the requests that go on after a step; whether anything was."""
         reduce, evict = self.due(requests)
         self._reduce(reduce)
-        size = self._group_size(evict) if evict else 1
+        # Requests that go together, each with its rotated queries and scores
+        layers, kv_heads = self.cache.keys.shape[:2]
+        longest = max((r.cached_length for r in evict), default=1)
+        size = max(1, SCRATCH // (12 * self.queries.buffer[0].numel() + 16 * layers * kv_heads * longest))
         for first in range(0, len(evict), size):
             self._evict(evict[first : first + size])
         return bool(reduce or evict)
@@ -71,13 +71,6 @@ class Evictor:
         for request in requests:
             request.buffer_count = min(request.buffer_count, beacons)
 
-    def _group_size(self, requests: list[Request]) -> int:
-        """Requests evicted at once, so that their scratch stays under SCRATCH bytes."""
-        layers, kv_heads, _, _, head_dim = self.cache.keys.shape
-        longest = max(r.cached_length for r in requests)
-        queries = 3 * self.queries.buffer[:1].numel() * 4
-        return max(1, SCRATCH // (queries + 4 * layers * kv_heads * longest * 4 + head_dim))
-
     def _evict(self, requests: list[Request]) -> None:
         settings, device = self.settings, self.cache.keys.device
         rows = torch.tensor([r.row for r in requests], device=device)
@@ -87,57 +80,47 @@ class Evictor:
         evictable = settings.budget - settings.window
         index = start[:, None].long() + torch.arange(evictable, device=device)
         ranks = self._ranks(requests, rows, page_table, index, longest)
-        best = ranks.sort(stable=True, dim=-1, descending=True).indices[
-            ..., : settings.kept - settings.window
-        ]
+        order = ranks.sort(stable=True, dim=-1, descending=True).indices
+        best = order[..., : settings.kept - settings.window].sort(-1).values
         newest = torch.arange(evictable, settings.budget, device=device).expand(*ranks.shape[:3], -1)
-        keep = torch.cat((best.sort(-1).values, newest), dim=-1).int() + start[:, None, None, None]
+        keep = torch.cat((best, newest), dim=-1).int() + start[:, None, None, None]
         cache = self.cache
         self.kernels.compact(cache.keys, cache.values, cache.positions, page_table, keep.contiguous(), start)
         for request in requests:
             request.cached_length = request.protected + settings.kept
         if settings.reduces:
             self._reduce(requests)
-        if self.trace:
-            for request in requests:
-                request.trace.append(self._event(request))
+        for request in requests if self.trace else ():
+            request.trace.append(self._event(request))
         self.evictions += len(requests)
 
     def _ranks(
         self, requests: list[Request], rows: Tensor, page_table: Tensor, index: Tensor, longest: int
     ) -> Tensor:
-        """float32 [B, L, K, evictable]: what is worth keeping among each request's slots `index` [B,
-        evictable]."""
-        layers, kv_heads = self.cache.keys.shape[:2]
-        shape = (len(requests), layers, kv_heads, index.shape[1])
+        """float32 [B, L, K, n]: what is worth keeping among each request's slots `index` [B, n]."""
+        shape = (len(requests), *self.cache.keys.shape[:2], index.shape[1])
         if self.settings.policy.ranking == "newest":
             return torch.arange(index.shape[1], device=index.device, dtype=torch.float32).expand(shape)
         if self.settings.policy.ranking == "random":
-            draws = []
-            for r in requests:
-                seed = int(r.chance("random eviction", r.num_computed) * 2**53)
-                draws.append(torch.rand(shape[1:], generator=torch.Generator().manual_seed(seed)))
-            return torch.stack(draws).to(index.device)
+            seeds = [int(r.chance("random eviction", r.num_computed) * 2**53) for r in requests]
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            return torch.stack([torch.rand(shape[1:], generator=g) for g in generators]).to(index.device)
         scored = self._scores(requests, rows, page_table, longest)
         return scored.gather(3, index[:, None, None].expand(shape))
 
     def _scores(self, requests: list[Request], rows: Tensor, page_table: Tensor, longest: int) -> Tensor:
-        """Scores of every slot [B, L, K, longest] by the policy's queries, smoothed, with R-KV's
-        redundancy."""
-        policy, cache = self.settings.policy, self.cache
-        device, head_dim = cache.keys.device, cache.keys.shape[-1]
+        """Scores of every slot [B, L, K, longest] by the policy's queries, smoothed, with R-KV's part."""
+        policy, cache, device = self.settings.policy, self.cache, self.cache.keys.device
         at = torch.tensor([self._rotations(r) for r in requests], device=device)
         prompts = torch.tensor([len(r.prompt_token_ids) for r in requests], device=device)
         cos, sin = self.rope.cos_sin(at.clamp(min=0), torch.maximum(prompts[:, None], at + 1))
-        queries = self.queries.buffer[rows]
-        shape = queries.shape[:-1]
-        queries = self.rope.rotate(queries, cos[:, None, None], sin[:, None, None])
+        queries = self.rope.rotate(self.queries.buffer[rows], cos[:, None, None], sin[:, None, None])
+        at = at.int()[:, None, None].expand(queries.shape[:-1]).contiguous()
         lengths = torch.tensor([r.cached_length for r in requests], dtype=torch.int32, device=device)
         domains = torch.tensor([self._domain(r) for r in requests], dtype=torch.int32, device=device)
         scored = self.kernels.scores(
-            queries.contiguous(), at.int()[:, None, None].expand(shape).contiguous(), cache.keys,
-            cache.positions, page_table, lengths, domains, head_dim**-0.5, longest, policy.group,
-            policy.pool,
+            queries.contiguous(), at, cache.keys, cache.positions, page_table, lengths, domains,
+            queries.shape[-1] ** -0.5, longest, policy.group, policy.pool,
         )  # fmt: skip
         if policy.smoothing == "avg":  # slots outside the domain count as zero weight
             scored = F.avg_pool1d(scored.clamp(min=0).flatten(0, 1), 7, 1, 3).view_as(scored)
@@ -149,11 +132,8 @@ class Evictor:
         return scored
 
     def _rotations(self, request: Request) -> list[int]:
-        """For each slot of a buffer row the position that its query is rotated to, -1 where the slot is
-        empty.
-
-        Beacons stand at the newest position; recents at their own, and see no key newer than themselves.
-        """
+        """For each slot of a buffer row the position that its query is rotated to, -1 where it is empty.
+        Beacons stand at the newest position; recents at their own, and see no key newer than themselves."""
         settings, policy, newest = self.settings, self.settings.policy, request.num_computed - 1
         at = [-1] * self.queries.capacity
         if settings.reduces:

@@ -1,8 +1,6 @@
 """CUDA graphs of the decode step, one per batch bucket: a step is then one launch instead of hundreds.
 
-Knows the tensors of a batch and that padded rows write to page 0 and buffer row 0; nothing of requests.
-Prefill and evictions stay outside.
-"""
+Knows a batch's tensors, and that padded rows write to page 0 and buffer row 0; no requests, no prefill."""
 
 import logging
 from collections.abc import Callable
@@ -81,8 +79,9 @@ class DecodeGraphs:
         """A batch of `size` padded rows whose tensors stay where they are."""
 
         def padded(tensor: Tensor | None) -> Tensor | None:
-            each = 0 if tensor is None else len(tensor) // len(batch.cached_lengths)
-            return tensor.new_zeros(size * each) if each else tensor
+            if tensor is None:
+                return None
+            return tensor.new_zeros(len(tensor) // len(batch.cached_lengths) * size)
 
         seen, table = batch.observation, self.cache.page_table
         writes = seen.writes and tuple(padded(w) for w in seen.writes)

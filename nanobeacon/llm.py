@@ -16,12 +16,15 @@ from .config import EngineConfig, config_for_tensors, read_config
 from .engine import Engine, Stats
 from .eviction import EvictionEvent
 from .models.decoder import Decoder
-from .policies import Policy, settle
+from .policies import Policy, check, settle
 from .request import Request, SamplingParams
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Messages = Sequence[dict[str, Any]]
+OnLogits = Callable[[int, int, Tensor], None]
 log = logging.getLogger("nanobeacon")
 
 
@@ -60,8 +63,7 @@ class LLM:
         sizes = dict(max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size, chunk=chunk)
         sizes |= dict(num_pages=num_pages, gpu_memory=gpu_memory)
         config = EngineConfig(seed, cuda_graphs=cuda_graphs, eviction=eviction, trace=trace, **sizes)
-        if load not in ("auto", "dummy"):
-            raise ValueError(f"load={load!r}: possible are 'auto' and 'dummy'")
+        check(load in ("auto", "dummy"), "load", load, "possible are 'auto' and 'dummy'")
         place = _device(device)
         folder = resolve(model, config_only=load == "dummy")
         shape = read_config(folder)
@@ -89,11 +91,7 @@ class LLM:
         """Cumulative counters of this LLM; zero at the start."""
         return self.engine.stats
 
-    def generate(
-        self,
-        prompts: Prompts,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Output]:
+    def generate(self, prompts: Prompts, params: Params = None) -> list[Output]:
         """The completions of each prompt, in order; one that cannot run ends in "error", the others go on."""
         requests = self.submit(prompts, params)
         for _ in self.run(requests):
@@ -101,16 +99,13 @@ class LLM:
         return [output_of(r) for r in requests]
 
     def chat(
-        self,
-        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        enable_thinking: bool = True,
+        self, messages: Messages | Sequence[Messages], params: Params = None, enable_thinking: bool = True
     ) -> list[Output]:
         """Answers to one conversation (a list of messages) or several, rendered by the chat template."""
         several = messages if messages and not isinstance(messages[0], dict) else [messages]
         return self.generate([self.chat_prompt(m, enable_thinking) for m in several], params)
 
-    def chat_prompt(self, messages: Sequence[dict[str, Any]], enable_thinking: bool = True) -> list[int]:
+    def chat_prompt(self, messages: Messages, enable_thinking: bool = True) -> list[int]:
         """Token ids of a conversation up to where the answer begins."""
         tokenizer = self._text_needs_tokenizer("chat")
         return tokenizer.encode(tokenizer.render_chat(list(messages), enable_thinking), special=False)
@@ -118,8 +113,8 @@ class LLM:
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of the text as they come; joined they are the text. Breaking out aborts the request."""
         self._text_needs_tokenizer("stream")
-        if params is not None and params.n != 1:
-            raise ValueError(f"n={params.n}: a stream is one completion; generate gives several")
+        n = 1 if params is None else params.n
+        check(n == 1, "n", n, "a stream is one completion; generate gives several")
         prompt = self._ids(prompt)
 
         def pieces() -> Iterator[str]:
@@ -133,23 +128,16 @@ class LLM:
         return pieces()
 
     def score(
-        self,
-        prompts: Prompts,
-        continuations: Prompts,
-        on_logits: Callable[[int, int, Tensor], None] | None = None,
+        self, prompts: Prompts, continuations: Prompts, on_logits: OnLogits | None = None
     ) -> list[Tensor]:
         """Log-probability of each given output token, fed under the budget: one float32 tensor a prompt.
 
         on_logits(request, index, logits) sees every distribution, float32 [vocabulary].
         """
-        if len(prompts) != len(continuations):
-            raise ValueError(
-                f"{len(prompts)} prompts and {len(continuations)} continuations: one each is needed"
-            )
+        check(len(prompts) == len(continuations), "continuations", continuations, "one a prompt is needed")
         ids, given = [self._ids(p) for p in prompts], [self._ids(c, special=False) for c in continuations]
         for i, forced in enumerate(given):
-            if not forced:
-                raise ValueError(f"continuations[{i}] is empty: at least one token is needed")
+            check(forced, f"continuations[{i}]", continuations[i], "at least one token is needed")
         requests: list[Request] = []
         for i, (prompt, forced) in enumerate(zip(ids, given, strict=True)):
             params = SamplingParams(max_tokens=len(forced), logprobs=0).with_defaults(self._defaults)
@@ -171,25 +159,20 @@ class LLM:
         """Queue prompts; their requests in order, n for each. All is checked before anything is queued."""
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         for i, prompt in enumerate(prompts):
-            if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
-                raise ValueError(f"prompts[{i}]={prompt!r}: a text or a list of token ids is possible")
+            right = isinstance(prompt, str | Sequence) and not isinstance(prompt, bytes)
+            check(right, f"prompts[{i}]", prompt, "a text or a list of token ids is possible")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
-        params = list(params)
-        if len(params) != len(prompts):
-            raise ValueError(
-                f"{len(params)} SamplingParams for {len(prompts)} prompts: one, or one each, is possible"
-            )
+        check(
+            len(params) == len(prompts), "params", params, f"one, or one for each of {len(prompts)} prompts"
+        )
         for p in params:
-            if not isinstance(p, SamplingParams):
-                raise ValueError(f"params={p!r}: SamplingParams or a list of them is possible")
+            check(isinstance(p, SamplingParams), "params", p, "SamplingParams or a list of them is possible")
             if p.stop:
                 self._text_needs_tokenizer("stop strings")
         ids = [self._ids(prompt) for prompt in prompts]
-        requests = []
-        for prompt, p in zip(ids, params, strict=True):
-            requests += self.engine.submit(prompt, p.with_defaults(self._defaults))
-        return requests
+        pairs = zip(ids, params, strict=True)
+        return [r for i, p in pairs for r in self.engine.submit(i, p.with_defaults(self._defaults))]
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, str]]:
         """Run until these requests have ended; yields each with its new text (maybe "") after its steps.
@@ -245,20 +228,17 @@ def _device(device: str | torch.device) -> torch.device:
         place = torch.device(device)
     except (RuntimeError, TypeError):
         place = None
-    if place not in [
-        torch.device(name) for name in ("cpu", *possible[2:], *(["cuda"] * (len(possible) > 2)))
-    ]:
-        raise ValueError(f"device={device!r}: on this machine {', '.join(possible)} are possible")
+    known = {torch.device(name) for name in possible[1:]} | {torch.device(n[:4]) for n in possible[2:]}
+    check(place in known, "device", device, f"on this machine {', '.join(possible)} are possible")
     return place
 
 
 def _dtype(dtype: Any, checkpoint: str | None, place: torch.device) -> torch.dtype:
     """The dtype to compute in; a CPU computes fp16 in bf16."""
     kind = DTYPES.get(checkpoint or "bfloat16" if dtype == "auto" else dtype, dtype)
-    if kind not in DTYPES.values():
-        raise ValueError(
-            f"dtype={dtype!r}: possible are 'auto', {', '.join(map(repr, DTYPES))} or a torch dtype"
-        )
+    check(
+        kind in DTYPES.values(), "dtype", dtype, f"possible are 'auto', {', '.join(DTYPES)} or a torch dtype"
+    )
     if kind == torch.float16 and place.type == "cpu":
         log.warning("float16 on a CPU: computing in bfloat16")
         kind = torch.bfloat16

@@ -1,8 +1,6 @@
 """`PagePool`: which pages are free, who shares one, and a proof that none is lost or owned twice.
 
-Pages are numbers here; it knows nothing of tensors, of requests or of what a page holds. Page 0 is nobody's:
-padded rows write there.
-"""
+Pages are numbers here; it knows nothing of tensors, of requests or of contents. Page 0 is scratch."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
@@ -25,21 +23,16 @@ class PagePool:
         return self.num_pages - 1 - self.free_count
 
     def allocate(self, count: int, at: int | None = None) -> list[int] | None:
-        """`count` pages, or None when fewer are free.
-
-        From page `at` on where these are free; else the smallest free run that holds them all; where none
-        does, pieces of the largest.
-        """
+        """`count` pages, None when fewer are free: from page `at` on where these are free; else the smallest
+        free run that holds them all; where none does, pieces of the largest."""
         if count > self.free_count:
             return None
-        pages: list[int] = []
         if at is not None and count and any(a <= at and at + count <= b for a, b in self._runs):
-            pages = self._cut(at, count)
-        while len(pages) < count:
-            wanted = count - len(pages)
+            return self._cut(at, count)
+        pages: list[int] = []
+        while wanted := count - len(pages):
             by_size = sorted(self._runs, key=lambda run: run[1] - run[0])
-            fits = [run for run in by_size if run[1] - run[0] >= wanted]
-            first, end = fits[0] if fits else by_size[-1]
+            first, end = next((run for run in by_size if run[1] - run[0] >= wanted), by_size[-1])
             pages += self._cut(first, min(wanted, end - first))
         return pages
 
@@ -63,14 +56,11 @@ class PagePool:
         assert held[0] == 0 and self.references[0] == 0, "the scratch page is owned"
         free = [page for first, end in self._runs for page in range(first, end)]
         assert free == sorted(set(free)) and len(free) == self.free_count, "the free runs overlap or miscount"
-        assert all(a[1] < b[0] for a, b in zip(self._runs, self._runs[1:], strict=False)), (
-            "adjacent free runs"
-        )
+        apart = all(a[1] < b[0] for a, b in zip(self._runs, self._runs[1:], strict=False))
+        assert apart, "adjacent free runs"
         assert not held.keys() & set(free), "a page is both free and owned"
-        for page in range(1, self.num_pages):
-            assert self.references[page] == held[page], (
-                f"page {page}: {self.references[page]} != {held[page]}"
-            )
+        for page, count in enumerate(self.references):
+            assert count == held[page], f"page {page}: {count} != {held[page]}"
         assert len(free) + len(held) == self.num_pages - 1, "a page is lost"
 
     def _cut(self, first: int, count: int) -> list[int]:

@@ -1,8 +1,7 @@
 """Eviction policies as data: which past queries are asked, which softmax, which pooling, what is always kept.
 
 Knows no tensors and no requests. A policy is a row of POLICIES; `settle` checks it together with a budget and
-gives the numbers of section 3. To try an idea, add a row, or hand a `Policy` to `LLM(policy=...)`.
-"""
+gives the numbers of section 3. To try an idea, add a row, or hand a `Policy` to `LLM(policy=...)`."""
 
 from dataclasses import dataclass, replace
 
@@ -132,9 +131,7 @@ def settle(
     beacons: int = DEFAULTS["beacons"], recents: int = DEFAULTS["recents"], protect: str | int = "prompt",
 ) -> EvictionSettings | None:  # fmt: skip
     """The settings of an engine, None for a full cache. Numbers other than the defaults replace the policy's.
-
-    Raises ValueError for whatever is impossible together, with what is possible; nothing is ignored silently.
-    """
+    ValueError for whatever is impossible together, with what is possible; nothing is ignored silently."""
     if isinstance(policy, str):
         check(policy in POLICIES, "policy", policy, f"possible are {', '.join(POLICIES)}")
         policy = POLICIES[policy]

@@ -1,7 +1,6 @@
 """What a user asks for and how far it has come: `SamplingParams`, `Request`.
 
-Knows nothing of tensors, models or text: a request is token ids, lengths and pages.
-"""
+Knows nothing of tensors, models or text: a request is token ids, lengths and pages."""
 
 import random
 import sys
@@ -15,10 +14,8 @@ from .policies import check, check_whole
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends. None: as generation_config.json says, else neutral.
-
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; max_tokens None is what the context leaves;
-    logprobs=k returns each token's log-probability and the k best, before temperature and filters.
-    """
+    logprobs=k returns each token's log-probability and the k best, before temperature and filters."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -67,11 +64,9 @@ class SamplingParams:
 @dataclass(eq=False)
 class Request:
     """One completion on its way. Three lengths and how they relate:
-
     num_tokens = prompt + output, what was read or sampled; num_computed <= num_tokens, the positions whose
     keys and values were computed; cached_length <= num_computed, the slots still held, which eviction lowers.
-    The next position is num_computed, the next slot is cached_length: one is logical, the other physical.
-    """
+    The next position is num_computed, the next slot is cached_length: one is logical, the other physical."""
 
     arrival: int  # number of its prompt in the order of arrival; the n completions of one prompt share it
     prompt_token_ids: list[int]

@@ -1,8 +1,7 @@
 """Rotary position embedding: inverse frequencies of every kind, cos and sin of positions, rotation.
 
 It knows nothing about checkpoints, caches or batches. All in float32, whatever the model's dtype, in the
-order of operations models are trained with: at position 30,000 the last bits of a frequency are visible.
-"""
+order of operations models are trained with: at position 30,000 the last bits of a frequency are visible."""
 
 import math
 
@@ -25,18 +24,14 @@ class Rope:
 
     def cos_sin(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [.., D/2], of integer positions [..].
-
-        lengths [..] (kind dynamic only): what decides a token's base, max(prompt length, position + 1).
-        """
-        inv_freq = self.inv_freq
-        if self.config.kind == "dynamic":
-            assert lengths is not None, "dynamic RoPE needs lengths"
-            inv_freq = self._dynamic(lengths)
+        lengths [..] (kind dynamic only): what decides a token's base, max(prompt length, position + 1)."""
+        inv_freq = self._dynamic(lengths) if self.config.kind == "dynamic" else self.inv_freq
         angles = positions[..., None].float() * inv_freq
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
-    def _dynamic(self, lengths: Tensor) -> Tensor:
+    def _dynamic(self, lengths: Tensor | None) -> Tensor:
         """Inverse frequencies [.., D/2] at these lengths: beyond the context the base grows (dynamic NTK)."""
+        assert lengths is not None, "dynamic RoPE needs lengths"
         head_dim, factor = 2 * len(self.exponents), self.config.factor
         growth = factor * lengths.clamp(min=self.context) / self.context - (factor - 1)
         base = self.config.theta * growth ** (head_dim / (head_dim - 2))

@@ -1,8 +1,6 @@
 """Who runs next: admission, prefill chunks, decode rows, preemption, abort. Pure Python.
 
-Knows counts and pages, never tensors, tokens' values or text. What is cut where depends on a request alone;
-what runs together depends on who is here.
-"""
+Knows counts and pages, never tensors, tokens' values or text. A request alone decides where it is cut."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -21,8 +19,7 @@ class Plan:
 
 
 class Scheduler:
-    """Requests in arrival order, `max_num_seqs` seats, one pool. budget None: the cache grows with the
-    output."""
+    """Requests in arrival order, `max_num_seqs` seats, one pool. budget None: caches grow with the output."""
 
     def __init__(
         self, pool: PagePool, page_size: int, max_num_seqs: int, chunk: int, budget: int | None = None,
@@ -50,16 +47,12 @@ class Scheduler:
         assert self.fits(request), "the engine refuses what can never fit"
         self.waiting.append(request)
 
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
     def plan(self) -> Plan | None:
         """The next forward pass, or None when nobody waits or runs. Prefill and decode steps take turns."""
         self._admit()
         decoders = [r for r in self.running if r.decodes]
         plan = None if self._decode_next and decoders else self._plan_prefill()
-        if plan is None and decoders:
-            plan = self._plan_decode(decoders)
+        plan = plan or self._plan_decode(decoders)
         self._decode_next = plan is not None and plan.prefill
         return plan
 
@@ -72,22 +65,10 @@ class Scheduler:
             self.waiting.remove(request)
 
     def next_chunk(self, request: Request) -> int:
-        """Tokens of the next prefill chunk: up to a multiple of `chunk`, and never past the budget (section
-        3)."""
-        length = min(
-            request.num_tokens - request.num_computed, self.chunk - request.num_computed % self.chunk
-        )
+        """Tokens of the next prefill chunk: up to a multiple of `chunk`, not past the budget (section 3)."""
+        done = request.num_computed
+        length = min(request.num_tokens - done, self.chunk - done % self.chunk)
         return length if self.budget is None else min(length, self.budget - request.evictable)
-
-    def check(self) -> None:
-        """Prove the pool and the seats against the running requests."""
-        self.pool.check(r.pages for r in self.running)
-        rows = [r.row for r in self.running]
-        assert len(set(rows) | set(self._rows)) == len(rows) + len(self._rows), "a row has two owners"
-        assert all(r.cached_length <= len(r.pages) * self.page_size for r in self.running), (
-            "slots without pages"
-        )
-        assert not any(r.pages or r.row for r in self.waiting), "a waiting request holds something"
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -110,33 +91,25 @@ class Scheduler:
             request.row, request.leader = self._rows.pop(), leader
             # Each seat has its own stretch of the pool: a growing request stays one run while it fits there.
             first = 1 + (request.row - 1) * self._stretch + len(shared)
-            pages = self.pool.allocate(wanted, at=first)
-            assert pages is not None
             self.pool.share(shared)
-            request.pages, request.pages_changed = shared + pages, True
+            request.pages = shared + self.pool.allocate(wanted, at=first)
+            request.pages_changed = True
             self.running.append(self.waiting.popleft())
 
     def _plan_prefill(self) -> Plan | None:
-        requests, lengths = [], []
-        for request in self.running:
-            if request.decodes or request.leader is not None:
-                continue
-            length = self.next_chunk(request)
-            if sum(lengths) + length > self.max_prefill_tokens:
-                break
-            requests.append(request)
-            lengths.append(length)
-        return Plan(requests, lengths, True) if requests else None
+        requests = [r for r in self.running if not r.decodes and r.leader is None]
+        lengths = [self.next_chunk(request) for request in requests]
+        while sum(lengths) > self.max_prefill_tokens:
+            lengths.pop()
+        return Plan(requests[: len(lengths)], lengths, True) if lengths else None
 
     def _plan_decode(self, decoders: list[Request]) -> Plan | None:
         """One token for each, oldest first; whoever needs a page when none is left preempts the newest."""
         ready = []
         for request in decoders:
             while request.row and request.cached_length >= len(request.pages) * self.page_size:
-                page = self.pool.allocate(1, at=request.pages[-1] + 1)
-                if page is not None:
-                    request.pages.extend(page)
-                    request.pages_changed = True
+                if page := self.pool.allocate(1, at=request.pages[-1] + 1):
+                    request.pages, request.pages_changed = [*request.pages, *page], True
                 else:
                     self._preempt(self.running[-1])
             if request.row:

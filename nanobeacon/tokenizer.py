@@ -1,8 +1,7 @@
 """Text to ids and back: a checkpoint's tokenizer, its chat template, and text that grows token by token.
 
 Knows nothing of requests, models or torch. tokenizer.json alone decides how text is cut, and which special
-tokens plain text gets; tokenizer_config.json names special tokens and may hold the chat template.
-"""
+tokens plain text gets; tokenizer_config.json names special tokens and may hold the chat template."""
 
 import json
 from collections.abc import Sequence
@@ -85,10 +84,8 @@ class Tokenizer:
 
 class TextStream:
     """The text of a growing list of ids, in pieces that are final once given out: joined, they are `.text`.
-
     New ids are decoded behind those before them, at first the prompt's end, because some decoders drop the
-    space a text begins with. The stop string that is complete first counts, of several then the longest.
-    """
+    space a text begins with. The stop string that is complete first counts, of several then the longest."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), stop: Sequence[str] = ()):
         if "" in stop:

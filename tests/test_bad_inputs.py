@@ -240,7 +240,7 @@ def test_calls_that_mean_nothing_raise_before_anything_runs(call, folder, tmp_pa
     }
     with pytest.raises(ValueError):
         calls[call]()
-    assert not llm.engine.scheduler.has_work()
+    assert llm.engine.scheduler.plan() is None
 
 
 def test_the_table_is_long_enough():

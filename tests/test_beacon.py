@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import Oracle, differences, masked_dense_logits
+from proofs import prove
 from tiny import FAMILIES, prompt_of, tiny_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -196,7 +197,7 @@ def test_the_cache_never_exceeds_its_bound(
     engine = llm.engine
     requests = llm.submit([prompt_of(n) for n in lengths], SamplingParams(max_tokens=tokens, **GREEDY))
     for step, _ in enumerate(llm.run(requests)):
-        engine.scheduler.check()
+        prove(engine.scheduler)
         for r in engine.scheduler.running:
             assert r.cached_length <= r.protected + budget
             assert len(r.pages) == -(-engine.scheduler.tokens_held(r) // page_size)

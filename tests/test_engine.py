@@ -3,6 +3,7 @@ requests."""
 
 import pytest
 import torch
+from proofs import prove
 from tiny import FAMILIES, VOCABULARY, prompt_of, text_folder, tiny_folder
 from transformers import AutoModelForCausalLM
 
@@ -105,7 +106,7 @@ def test_preempted_requests_are_recomputed_and_end_the_same(tmp_path):
         o.token_ids for o in roomy.generate(prompts, params)
     ]
     assert tight.engine.scheduler.preemptions > 0
-    tight.engine.scheduler.check()
+    prove(tight.engine.scheduler)
     assert tight.engine.pool.used_count == 0
 
 
@@ -141,7 +142,7 @@ def test_completions_of_one_prompt_share_its_full_pages(tmp_path, budget):
     assert requests[0].pages[:2] == requests[1].pages[:2] == requests[2].pages[:2]
     assert len({r.pages[2] for r in requests}) == 3
     for _ in llm.run(requests):
-        llm.engine.scheduler.check()
+        prove(llm.engine.scheduler)
     assert llm.engine.pool.used_count == 0
     # Sharing, being batched and the order of arrival change nothing: one at a time the same comes out.
     outputs = alone.generate([prompt_of(21)], params)
@@ -158,7 +159,7 @@ def test_breaking_out_leaves_nothing_behind(tmp_path):
         if i == 150:
             break
     assert [r.finish_reason for r in requests] == ["abort", "abort"]
-    assert llm.engine.pool.used_count == 0 and not llm.engine.scheduler.has_work()
+    assert llm.engine.pool.used_count == 0 and llm.engine.scheduler.plan() is None
     llm.engine.queries.buffer.fill_(float("nan"))
     assert llm.generate([prompt_of(30)], SamplingParams(max_tokens=100, **GREEDY))[0].token_ids == wanted
 
@@ -265,7 +266,7 @@ def test_an_error_in_a_step_ends_what_ran_in_it_and_leaves_no_trace(tmp_path):
     with pytest.raises(KeyError):
         llm.score([prompt_of(8)], [prompt_of(5)], on_logits=fail)
     assert other.finish_reason == "error" and "from the caller" in other.error
-    assert llm.engine.pool.used_count == 0 and not llm.engine.scheduler.has_work()
+    assert llm.engine.pool.used_count == 0 and llm.engine.scheduler.plan() is None
     assert llm.generate([prompt_of(12)], SamplingParams(max_tokens=9, **GREEDY))[0].token_ids == wanted
 
 
@@ -277,7 +278,7 @@ def test_calls_that_are_refused_or_never_read_leave_nothing_queued(tmp_path):
         llm.score([[5, 6], [9999]], [[8], [8]])
     stream = llm.stream("abc", SamplingParams(max_tokens=3))
     del stream
-    assert not llm.engine.scheduler.has_work()
+    assert llm.engine.scheduler.plan() is None
 
 
 def test_static_batches_read_evenly_spaced_runs_and_give_what_one_alone_gives(tmp_path):

@@ -15,6 +15,7 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from proofs import prove
 
 from nanobeacon.pages import PagePool, one_run
 from nanobeacon.request import Request, SamplingParams
@@ -187,7 +188,7 @@ class PretendedEngine:
         self.check_reservations()
         self.last = plan
         if plan is None:
-            assert not self.scheduler.has_work(), "there is work and nothing runs"
+            assert not (self.scheduler.waiting or self.scheduler.running), "there is work and nothing runs"
             return None
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             start = request.num_computed
@@ -242,7 +243,7 @@ class PretendedEngine:
         return -(-tokens // self.setup.page_size)
 
     def check(self) -> None:
-        self.scheduler.check()
+        prove(self.scheduler)
         rows = [r.row for r in self.scheduler.running]
         assert len(rows) == len(set(rows)) <= self.setup.seats
         assert all(1 <= row <= self.setup.seats for row in rows)
@@ -346,7 +347,7 @@ class PretendedEngine:
     def run(self) -> None:
         """Until everybody has ended, within the bound; then nothing is held and outputs are as alone."""
         limit = self.steps + self.most_steps()
-        while self.scheduler.has_work():
+        while self.scheduler.waiting or self.scheduler.running:
             assert self.steps < limit, "it hangs"
             self.step()
         assert self.step() is None
@@ -433,7 +434,7 @@ def test_requests_mixed_at_random(budgeted, data):
             if alike:
                 engine.abort(alike[which % len(alike)])
                 aborts.remove((when, which))
-        if not coming and not engine.scheduler.has_work():
+        if not coming and not (engine.scheduler.waiting or engine.scheduler.running):
             break
         engine.step()
         assert engine.steps < 20 + engine.most_steps(), "it hangs"
@@ -458,7 +459,7 @@ def test_chunk_borders_are_the_same_for_any_neighbours(data):
         for _ in range(neighbours):
             engine.submit(Ask(data.draw(st.integers(1, 50)), data.draw(st.integers(1, 20))))
         chunks = []
-        while engine.scheduler.has_work():
+        while engine.scheduler.waiting or engine.scheduler.running:
             start = request.num_computed
             plan = engine.step()
             if plan.prefill and request in plan.requests:
@@ -523,7 +524,7 @@ def test_whoever_decodes_and_preempts_itself_leaves_the_step_to_an_older_prompt(
 
 def test_full_caches_that_grow_side_by_side_each_stay_one_run():
     engine = serve(Setup(pages=64, seats=2), Ask(8, 60), Ask(8, 60))
-    while engine.scheduler.has_work():
+    while engine.scheduler.waiting or engine.scheduler.running:
         assert all(one_run(r.pages) for r in engine.scheduler.running)
         engine.step()
     engine.run()
@@ -532,7 +533,7 @@ def test_full_caches_that_grow_side_by_side_each_stay_one_run():
 def test_a_budgeted_request_is_never_preempted_and_the_peak_is_known_before():
     engine = serve(Setup(pages=8, seats=3, budget=8), *[Ask(8, 100)] * 3)
     peak = 0
-    while engine.scheduler.has_work():
+    while engine.scheduler.waiting or engine.scheduler.running:
         engine.step()
         peak = max(peak, engine.pool.used_count)
         assert len(engine.scheduler.running) <= 2  # 4 pages each, whatever the output's length
@@ -644,17 +645,17 @@ def test_check_catches_a_seat_with_two_owners_and_slots_without_pages():
     first, second = engine.requests
     row, second.row = second.row, first.row
     with pytest.raises(AssertionError, match="two owners"):
-        engine.scheduler.check()
+        prove(engine.scheduler)
     second.row = row
     length, first.cached_length = first.cached_length, 100
     with pytest.raises(AssertionError, match="slots without pages"):
-        engine.scheduler.check()
+        prove(engine.scheduler)
     first.cached_length = length
-    engine.scheduler.check()
+    prove(engine.scheduler)
     engine.pool.release([first.pages.pop()])
     first.pages.append(second.pages[0])
     with pytest.raises(AssertionError):
-        engine.scheduler.check()
+        prove(engine.scheduler)
 
 
 def test_scheduling_needs_no_torch():

@@ -1,8 +1,7 @@
 """The seam between the engine and its kernels: the one place that decides between Triton and plain torch.
 
 Knows a device and two shapes; nothing of models or requests. The Triton files are imported only when they are
-used, so that a machine without Triton (macOS, Windows) never asks for it.
-"""
+used, so that a machine without Triton (macOS, Windows) never asks for it."""
 
 import os
 from importlib.util import find_spec
@@ -16,14 +15,15 @@ from nanobeacon.kernels import reference
 def choose(device: torch.device | str, head_dim: int, page_size: int) -> ModuleType | SimpleNamespace:
     """The kernels for a device, a head dim and a page size: `store, paged_attention, fps, reduce, scores,
     redundancy, compact`, with the signatures of `reference`.
-
     Triton on a CUDA (or ROCm) device, and on a CPU under TRITON_INTERPRET=1, where the shape allows it (head
-    dim a multiple of 16 up to 256, page size a power of two); the reference everywhere else.
-    """
+    dim a multiple of 16 up to 256, page size a power of two); the reference everywhere else."""
+    device = torch.device(device)
     fits = head_dim % 16 == 0 and 16 <= head_dim <= 256 and page_size & (page_size - 1) == 0
-    if not (fits and _runs_triton(torch.device(device)) and find_spec("triton")):
-        return reference
-    return triton_kernels()
+    if device.type == "cuda":  # bf16 products need sm_80 on NVIDIA
+        fits = fits and (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0))
+    else:
+        fits = fits and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return triton_kernels() if fits and find_spec("triton") else reference
 
 
 def triton_kernels() -> SimpleNamespace:
@@ -34,10 +34,3 @@ def triton_kernels() -> SimpleNamespace:
         store=store.store, paged_attention=attention.paged_attention, fps=fps.fps, reduce=fps.reduce,
         scores=scoring.scores, redundancy=reference.redundancy, compact=compaction.compact,
     )  # fmt: skip
-
-
-def _runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run there: bf16 products need sm_80 on NVIDIA."""
-    if device.type != "cuda":
-        return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)

@@ -2,9 +2,8 @@
 
 Knows nothing of requests or budgets: it sees rows of pages, cached lengths, and the borders of the queries.
 The query heads of a group are rows of one tile, so that keys and values are read once for the group. Decode
-splits the slots of a request over programs (flash-decoding), whose partial results a second kernel joins. How
-many splits there are follows from host numbers alone, so that a CUDA graph may keep it; what each of them
-reads follows the request's true length.
+splits a request's slots over programs (flash-decoding), whose results a second kernel joins. How many splits
+there are follows from host numbers, so that a CUDA graph may keep it; what each reads, from the true length.
 """
 
 import torch
@@ -88,10 +87,8 @@ def attention_kernel(
     sees = tl.minimum(length - count + query + 1, end)
     base = kv_head.to(tl.int64) * num_slots * D
     table = page_table + request * table_stride
-    top, total, sums = attend(
-        queries, sees, keys + base, values + base, table, begin, end, scale, D, P, ROWS, DIMS, TILE
-    )
-
+    keys, values = keys + base, values + base
+    top, total, sums = attend(queries, sees, keys, values, table, begin, end, scale, D, P, ROWS, DIMS, TILE)
     result = sums / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
         tl.store(out + at_row[:, None] * D + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
@@ -124,13 +121,6 @@ def join_kernel(
     tl.store(out + at_row * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
 
 
-def num_splits(requests: int, num_kv_heads: int, max_cached_length: int) -> int:
-    """Decode programs for each (request, KV head): a power of two, so that few variants are compiled."""
-    wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, requests * num_kv_heads))
-    useful = triton.next_power_of_2(triton.cdiv(max_cached_length, SHORTEST_SPLIT))
-    return min(wanted, useful, 64)
-
-
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, cached_lengths: Tensor, cu_seqlens: Tensor,
     max_query_length: int, max_cached_length: int, scale: float, runs: list[int | None] | None = None,
@@ -139,8 +129,11 @@ def paged_attention(
     _, num_heads, head_dim = q.shape
     num_kv_heads, pages, page_size, _ = keys.shape
     requests, group = len(cached_lengths), num_heads // num_kv_heads
-    decode = max_query_length == 1
-    splits = num_splits(requests, num_kv_heads, max_cached_length) if decode else 1
+    decode, splits = max_query_length == 1, 1
+    if decode:  # a power of two, so that few variants are compiled
+        programs = triton.cdiv(PROGRAMS, requests * num_kv_heads)
+        useful = triton.cdiv(max_cached_length, SHORTEST_SPLIT)
+        splits = min(triton.next_power_of_2(min(programs, useful)), 64)
     dims = max(16, triton.next_power_of_2(head_dim))
     wide = dims > 128 or q.element_size() > 2  # then 64 rows would not fit the registers
     rows = max(16 if decode else 32 if wide else 64, triton.next_power_of_2(group))

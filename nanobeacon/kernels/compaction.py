@@ -6,12 +6,9 @@ overwritten before it is read. Why that cannot happen here:
 * One program walks one (request, layer, KV head), and no two programs share a slot that is written: the pages
   that requests share hold protected tokens, below `start`.
 * It goes tile by tile, ascending. `keep` ascends strictly and keep[i] >= start + i, so the sources of a tile
-  lie at or above its own first target, hence above every target of the tiles before it: what a finished tile
-  has written is never a source again.
-* Inside a tile a target may be another thread's source. So all threads load the whole tile, keys, values and
-  positions, into registers, and only behind a barrier does any of them store. The barrier after the stores
-  keeps all threads in one tile: none is ever ahead of another by more than a store.
-"""
+  lie above every target of the tiles before it: what a finished tile has written is never a source again.
+* Inside a tile a target may be another thread's source. So all threads load the whole tile, and only behind a
+  barrier does any of them store. The barrier after the stores keeps all threads in one tile."""
 
 import triton
 import triton.language as tl
@@ -52,8 +49,7 @@ def compact(
 ) -> None:
     """As `reference.compact`."""
     layers, num_kv_heads, pages, page_size, head_dim = keys.shape
-    heads = layers * num_kv_heads
-    dims = triton.next_power_of_2(head_dim)
+    heads, dims = layers * num_kv_heads, triton.next_power_of_2(head_dim)
     compact_kernel[(len(keep) * heads,)](
         keys, values, positions, page_table, keep, start, page_table.stride(0), pages * page_size,
         keep.shape[-1], heads, D=head_dim, DIMS=dims, P=page_size, TILE=min(64, 4096 // dims), num_warps=4,

@@ -1,9 +1,8 @@
 """Farthest point sampling in Triton: `fps` for a prompt chunk, `reduce` for the query buffer, in place.
 
 Knows vectors only: nothing of tokens, RoPE or schedules. A buffer of up to 64 rows fits a tile: one product
-gives all cosines, and the picks then need that small matrix only, nothing as wide as the head dim. A prompt
-chunk does not fit: every pick is one more pass over its vectors, which stay in the L2 cache.
-"""
+gives all cosines, and the picks need that small matrix only. A prompt chunk does not fit: every pick is one
+more pass over its vectors, which stay in the L2 cache."""
 
 import torch
 import triton

@@ -1,8 +1,7 @@
 """Every kernel in plain torch: the specification of the Triton files, and what runs without a GPU.
 
-Knows tensors only: nothing of requests, policies, models or schedules. Shapes: T tokens of a forward pass, R
-(or B) requests, L layers, H query heads, K KV heads, G = H / K, D head dim, P page size, S slots, N queries.
-A flat slot is page * P + offset.
+Knows tensors only, no requests or policies. Shapes: T tokens of a forward pass, R (or B) requests, L layers,
+H query heads, K KV heads, G = H / K, D head dim, P page size, S slots (flat: page * P + offset), N queries.
 """
 
 import torch
@@ -15,24 +14,19 @@ FEW_ROWS = 8  # up to here bf16 products run as matrix-vector products, which ar
 
 
 def upcast_pays(x: Tensor, rows: int) -> bool:
-    """Whether a bf16 product of `rows` rows is faster in float32: on CPUs without AVX-512 oneDNN's bf16 GEMM
-    crawls."""
-    slow = x.device.type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith(
-        ("AVX512", "AMX")
-    )
-    return slow and x.dtype == torch.bfloat16 and rows > FEW_ROWS
+    """Whether `rows` bf16 rows are faster multiplied in float32: without AVX-512 a CPU's bf16 GEMM crawls."""
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or rows <= FEW_ROWS:
+        return False
+    return not torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX"))
 
 
 def store(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
     buffer: Tensor | None = None, buffer_rows: Tensor | None = None, buffer_slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rotate q and k, write k and v into their slots, and the unrotated q into the query buffer; returns q
-    [T, H, D].
-
+    """Rotate q and k, write k and v into their slots, unrotated q into the query buffer; returns q [T, H, D].
     qkv [T, H + 2K, D]; cos, sin float32 [T, D/2]; slots int64 [T]; keys, values [K, pages, P, D] of one
-    layer; buffer [rows, H, C, D] of one layer (any strides), its row and slot of each token int64 [T].
-    """
+    layer; buffer [rows, H, C, D] of one layer (any strides), its row and slot of each token int64 [T]."""
     num_kv_heads, head_dim = keys.shape[0], keys.shape[-1]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     if buffer is not None:
@@ -50,22 +44,17 @@ def paged_attention(
     max_query_length: int, max_cached_length: int, scale: float, runs: list[int | None] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of each request's queries over its own slots, causal by slot order; returns [T, H, D].
-
     q [T, H, D]; keys, values [K, pages, P, D]; page_table int32 [R, pages of the longest]; cached_lengths
     int32 [R], this step's tokens included; cu_seqlens int32 [R + 1]. Query i of n sees the slots below
-    cached_length - n + i + 1. `runs` gives the first slot of each request whose pages are one run: read as a
-    view, without a gather.
-    """
+    cached_length - n + i + 1. `runs`: first slots of the requests whose pages are one run, read as a view."""
     borders, lengths, outputs = cu_seqlens.tolist(), cached_lengths.tolist(), []
     runs = runs if runs is not None else [None] * len(page_table)
     if max_query_length == 1 and _evenly_spaced(runs) and min(lengths) == max(lengths):
         return _attend_alike(q, keys, values, runs, lengths[0], scale)
     for r, length in enumerate(lengths):
-        rows = q[borders[r] : borders[r + 1]]
-        if not len(rows):
-            continue
-        k, v = (_slots_of(cache, page_table[r], length, runs[r]) for cache in (keys, values))
-        outputs.append(_attend(rows, k, v, scale))
+        if borders[r] < borders[r + 1]:
+            k, v = (_slots_of(cache, page_table[r], length, runs[r]) for cache in (keys, values))
+            outputs.append(_attend(q[borders[r] : borders[r + 1]], k, v, scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -73,25 +62,22 @@ def _evenly_spaced(runs: list[int | None]) -> bool:
     """Whether two or more runs follow each other at one distance."""
     if len(runs) < 2 or None in runs:
         return False
-    step = runs[1] - runs[0]
-    return step > 0 and all(b - a == step for a, b in zip(runs, runs[1:], strict=False))
+    steps = {b - a for a, b in zip(runs, runs[1:], strict=False)}
+    return len(steps) == 1 and min(steps) > 0
 
 
-def _attend_alike(
-    q: Tensor, keys: Tensor, values: Tensor, runs: list[int], length: int, scale: float
-) -> Tensor:
+def _attend_alike(q: Tensor, keys: Tensor, values: Tensor, runs: list, length: int, scale: float) -> Tensor:
     """One query each for requests of one length in evenly spaced runs: one strided view, one product."""
-    (count, num_heads, head_dim), num_kv_heads = q.shape, keys.shape[0]
-    size, step = (count, num_kv_heads, length, head_dim), runs[1] - runs[0]
-    stride = (step * head_dim, keys.stride(0), head_dim, 1)
-    k, v = (x.as_strided(size, stride, x.storage_offset() + runs[0] * head_dim) for x in (keys, values))
-    grouped = q.view(count, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    count, _, head_dim = q.shape
+    stride = ((runs[1] - runs[0]) * head_dim, keys.stride(0), head_dim, 1)
+    size, first = (count, len(keys), length, head_dim), runs[0] * head_dim
+    k, v = (x.as_strided(size, stride, x.storage_offset() + first) for x in (keys, values))
+    grouped = q.unflatten(1, (len(keys), -1))
     return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
 
 
 def _slots_of(cache: Tensor, pages: Tensor, length: int, first: int | None) -> Tensor:
-    """The first `length` slots of a request from [..., pages, P, D]: a view of its run, or a gather of its
-    pages."""
+    """The first `length` slots of a request from [..., pages, P, D]: a view of its run, or gathered."""
     if first is not None:
         return cache.flatten(-3, -2)[..., first : first + length, :]
     used = pages[: -(-length // cache.shape[-2])].long()
@@ -99,32 +85,24 @@ def _slots_of(cache: Tensor, pages: Tensor, length: int, first: int | None) -> T
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [n, H, D] over k, v [K, S, D], the last query seeing all S slots; the heads of a group share one pass
-    over k and v."""
-    count, num_heads, head_dim = q.shape
-    num_kv_heads, length, _ = k.shape
+    """q [n, H, D] over k, v [K, S, D], the last query sees all S slots; a group shares one pass over k, v."""
+    (count, num_heads, _), (num_kv_heads, length, _) = q.shape, k.shape
     if count == 1:
-        grouped = q.view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        grouped = q.unflatten(1, (num_kv_heads, -1))
         return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).reshape(q.shape)
-    dtype = torch.float32 if upcast_pays(q, count) else q.dtype
+    dtype, mask = torch.float32 if upcast_pays(q, count) else q.dtype, None
     heads_first = (x[None].to(dtype) for x in (q.transpose(0, 1), k, v))
-    mask = None
     if count < length:
         mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
-    out = F.scaled_dot_product_attention(
-        *heads_first, attn_mask=mask, is_causal=mask is None, scale=scale,
-        enable_gqa=num_heads != num_kv_heads,
-    )  # fmt: skip
+    how = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": num_heads != num_kv_heads}
+    out = F.scaled_dot_product_attention(*heads_first, scale=scale, **how)
     return out[0].transpose(0, 1).to(q.dtype)
 
 
 def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
     """Farthest point sampling on cosine similarity (section 2): int64 [B, m] picks in pick order.
-
-    queries [B, N, D] of any float dtype; counts int32 [B] valid rows. Where counts <= m the picks are 0 …
-    m-1. The pick is the lowest index among the values within TIE of the minimum; a zero query has cosine 0 to
-    everything; arithmetic in float32.
-    """
+    queries [B, N, D] of any float dtype; counts int32 [B] valid rows; counts <= m: the picks are 0 … m-1.
+    A pick is the lowest index within TIE of the minimum; a zero query has cosine 0 to all; all in float32."""
     batch, n, _ = queries.shape
     identity = torch.arange(m, device=queries.device).expand(batch, m)
     if n <= m or m == 0:
@@ -132,38 +110,30 @@ def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
     valid = torch.arange(n, device=queries.device) < counts[:, None]
     # Rows past the count may hold anything, NaN too: they are replaced, not multiplied away.
     unit = F.normalize(queries.float().masked_fill(~valid[..., None], 0), dim=-1)
-    gram = (
-        unit @ unit.transpose(1, 2) if n <= 64 else None
-    )  # below that one product is cheaper than m of them
+    gram = unit @ unit.transpose(1, 2) if n <= 64 else None  # there one product is cheaper than m of them
     everyone = torch.arange(batch, device=queries.device)
 
-    def pick_lowest(values: Tensor) -> Tensor:
-        values = values.masked_fill(~free, torch.inf)
+    def towards(direction: Tensor) -> Tensor:
+        return (unit @ direction[..., None])[..., 0]
+
+    def lowest(values: Tensor) -> Tensor:
         return (values <= values.amin(-1, keepdim=True) + TIE).int().argmax(-1)
 
-    free = valid.clone()
     mean = unit.sum(1) / counts.clamp(min=1)[:, None]
-    nearest = torch.full((batch, n), -torch.inf, device=queries.device)
-    picks = [pick_lowest((unit @ mean[..., None])[..., 0])]
+    picks = [lowest(towards(mean).masked_fill(~valid, torch.inf))]
+    nearest = torch.where(valid, -torch.inf, torch.inf)
     for _ in range(m - 1):
-        newest = picks[-1]
-        free[everyone, newest] = False
-        if gram is not None:
-            similar = gram[everyone, newest]
-        else:
-            similar = (unit @ unit[everyone, newest][..., None])[..., 0]
-        nearest = torch.maximum(nearest, similar)
-        picks.append(pick_lowest(nearest))
+        newest = (everyone, picks[-1])
+        nearest = nearest.maximum(towards(unit[newest]) if gram is None else gram[newest])
+        nearest[newest] = torch.inf  # picked once, never again
+        picks.append(lowest(nearest))
     return torch.where(counts[:, None] <= m, identity, torch.stack(picks, 1))
 
 
 def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: int) -> None:
     """Reduce the given buffer rows to m queries a head by fps, in place, their positions along with them.
-
     buffer [rows, L, H, C, D], positions int32 [rows, L, H, C]; rows int64 [B], counts int32 [B]. Slots 0 …
-    m-1 then hold the picks in pick order (all rows, in order, where counts <= m); the slots after them hold
-    nothing of meaning.
-    """
+    m-1 then hold the picks in pick order (all rows, in order, where counts <= m), the others nothing."""
     held, held_positions = buffer[rows], positions[rows]
     batch, layers, heads, capacity, head_dim = held.shape
     counts = counts.repeat_interleave(layers * heads)
@@ -178,14 +148,12 @@ def scores(
     pool: str = "max",
 ) -> Tensor:  # fmt: skip
     """What the observation queries say of each cached key (section 3): float32 [B, L, K, max_cached_length].
-
     queries [B, L, H, N, D], rotated; query_positions int32 [B, L, H, N]: a query sees the keys up to its
     position, -1 is an absent row. keys [L, K, pages, P, D] and positions [L, K, pages, P] of every layer;
     domains int32 [B, 2]: the softmax runs over the slots [start, end), the others get -inf. Queries are
     pooled inside each head, then heads. pool: "max" of s - log-sum-exp (log space), "mean" or "sum" of the
     weights. group: "max" over the heads of a KV head, "layer" mean over all heads of the layer, "logits"
-    maximum over the group before the softmax.
-    """
+    maximum over the group before the softmax."""
     batch, layers, num_heads, _, _ = queries.shape
     num_kv_heads = keys.shape[1]
     out = torch.full((batch, layers, num_kv_heads, max_cached_length), -torch.inf, device=queries.device)
@@ -198,9 +166,8 @@ def scores(
             some = slice(a, a + block)
             k = _slots_of(keys[some], page_table[b], length, None)[:, :, start:end]
             at = _slots_of(positions[some, ..., None], page_table[b], length, None)[:, :, start:end, 0]
-            out[b, some, :, start:end] = _pooled_weights(
-                queries[b, some], query_positions[b, some], k, at, scale, group, pool
-            )
+            q, q_at = queries[b, some], query_positions[b, some]
+            out[b, some, :, start:end] = _pooled_weights(q, q_at, k, at, scale, group, pool)
     return out
 
 
@@ -208,36 +175,28 @@ def _pooled_weights(
     q: Tensor, q_at: Tensor, k: Tensor, k_at: Tensor, scale: float, group: str, pool: str
 ) -> Tensor:
     """q [L, H, N, D], q_at [L, H, N], k [L, K, S, D], k_at [L, K, S] -> [L, K, S], as `scores` says."""
-    layers, num_heads, count, _ = q.shape
-    num_kv_heads, length = k.shape[1:3]
-    heads = num_heads // num_kv_heads
-    s = (q.float() * scale).view(layers, num_kv_heads, heads * count, -1) @ k.float().transpose(2, 3)
-    s = s.view(layers, num_kv_heads, heads, count, length)
-    q_at = q_at.view(layers, num_kv_heads, heads, count)
+    layers, num_kv_heads, length, head_dim = k.shape
+    q_at = q_at.view(layers, num_kv_heads, -1, q.shape[2])
+    s = (q.float() * scale).view(layers, num_kv_heads, -1, head_dim) @ k.float().transpose(2, 3)
+    s = s.view(*q_at.shape, length)
     s.masked_fill_(k_at[:, :, None, None] > q_at[..., None], -torch.inf)
     if group == "logits":
         s, q_at = s.amax(2, keepdim=True), q_at.amax(2, keepdim=True)
     lse = s.logsumexp(-1, keepdim=True)
     s -= lse.masked_fill(lse == -torch.inf, torch.inf)  # a query that sees nothing says nothing
-    if pool == "max":
-        s = s.amax(3)
-    else:
-        s = s.exp_().sum(3)
-        if pool == "mean":
-            s = s / (q_at >= 0).sum(-1).clamp(min=1)[..., None]
+    s = s.amax(3) if pool == "max" else s.exp_().sum(3)
+    if pool == "mean":
+        s = s / (q_at >= 0).sum(-1).clamp(min=1)[..., None]
     if group == "layer":
         return s.mean((1, 2), keepdim=True)[:, :, 0].expand(-1, num_kv_heads, -1)
     return s.amax(2)
 
 
 def redundancy(keys: Tensor, page_table: Tensor, domains: Tensor, max_cached_length: int) -> Tensor:
-    """R-KV's redundancy of each cached key (section 5): float32 [B, L, K, max_cached_length], 0 outside the
-    domain.
-
+    """R-KV's redundancy of keys (section 5): float32 [B, L, K, max_cached_length], 0 outside the domain.
     Cosine similarity of the rotated keys of one KV head, diagonal 0; in each row the most recent neighbour
     above 0.5 is set to 0; mean over the rows for each column; softmax over the domain. Rows are taken in
-    blocks, so that no S x S matrix is held whole.
-    """
+    blocks, so that no S x S matrix is held whole."""
     layers, num_kv_heads = keys.shape[:2]
     out = torch.zeros(len(domains), layers, num_kv_heads, max_cached_length, device=keys.device)
     for b, (start, end) in enumerate(domains.tolist()):
@@ -261,20 +220,14 @@ def compact(
     keys: Tensor, values: Tensor, positions: Tensor, page_table: Tensor, keep: Tensor, start: Tensor
 ) -> None:
     """Move the kept slots together, in place, in every layer and KV head of the given requests.
-
-    keys, values [L, K, pages, P, D], positions [L, K, pages, P]; page_table int32 [B, pages]; keep int32 [B,
-    L, K, M]: a request's slots, ascending, keep[..., i] >= start + i; start int32 [B]. Slot start + i
-    receives what slot keep[..., i] held.
-    """
+    keys, values [L, K, pages, P, D], positions [L, K, pages, P]; page_table int32 [B, pages]; start int32
+    [B]; keep int32 [B, L, K, M]: slots, ascending, keep[..., i] >= start + i, which moves to start + i."""
     layers, num_kv_heads, pages, page_size, head_dim = keys.shape
     head = torch.arange(layers * num_kv_heads, device=keys.device)[:, None] * (pages * page_size)
-    for b in range(len(keep)):
-
-        def flat(slot: Tensor, table: Tensor = page_table[b]) -> Tensor:
-            page = table[torch.div(slot, page_size, rounding_mode="floor")].long()
-            return (head + page * page_size + slot % page_size).flatten()
-
-        source = flat(keep[b].flatten(0, 1).long())
-        target = flat(start[b] + torch.arange(keep.shape[-1], device=keys.device))
+    for b, table in enumerate(page_table.long()):
+        source = keep[b].flatten(0, 1).long()
+        target = (start[b] + torch.arange(keep.shape[-1], device=keys.device)).expand_as(source)
+        slots = torch.stack((source, target))
+        source, target = (head + table[slots // page_size] * page_size + slots % page_size).flatten(1)
         for rows in (keys.view(-1, head_dim), values.view(-1, head_dim), positions.view(-1, 1)):
             rows[target] = rows[source]

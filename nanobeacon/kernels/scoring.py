@@ -2,9 +2,8 @@
 
 Knows nothing of budgets or of what is kept. The weights W are never stored: one pass over the pages takes the
 log-sum-exp of every query, a second computes the logits again and pools them. A tile holds whole heads, COUNT
-rows each (N rounded up to a power of two), against TILE keys; heads beyond a tile form blocks, whose results
-torch joins. Every `group` and `pool` runs here, except what needs a larger tile than MAX_ROWS and MAX_BYTES
-allow (more than 128 queries a head; with group "logits" more in the whole group): the reference takes those.
+rows each (N rounded up to a power of two), against TILE keys; heads beyond a tile form blocks, which torch
+joins. The reference takes what is larger (over 128 queries a head; with group "logits" in the whole group).
 """
 
 import torch
@@ -164,17 +163,15 @@ def scores(
     splits = min(splits, triton.next_power_of_2(triton.cdiv(max_cached_length, 2 * tile)), 16)
     shape = dict(
         G=members, N=n, D=dim, DIMS=dims, P=page_size, COUNT=count, HEADS=rows // count, BLOCKS=blocks,
-        TILE=tile, SPLITS=splits, LOGITS=group == "logits", num_warps=max(4, rows // 16),
-        num_stages=STAGES,
+        TILE=tile, SPLITS=splits, LOGITS=group == "logits", num_warps=max(4, rows // 16), num_stages=STAGES,
     )  # fmt: skip
     lse = torch.empty(programs, splits, rows, dtype=torch.float32, device=keys.device)
     shown = (batch, layers, num_kv_heads, blocks, max_cached_length)
     out = torch.full(shown, -torch.inf, dtype=torch.float32, device=keys.device)
     sizes = (page_table.stride(0), pages * page_size, layers * num_kv_heads, scale / LN_2.value)
     log_sum_exp_kernel[(programs, splits)](*inputs, lse, *sizes, **shape)
-    pool_kernel[(programs, splits)](
-        *inputs, lse, out, max_cached_length, *sizes, POOL=pool, ADD=group == "layer", **shape
-    )
+    shape |= dict(POOL=pool, ADD=group == "layer")
+    pool_kernel[(programs, splits)](*inputs, lse, out, max_cached_length, *sizes, **shape)
     if group == "layer":
         return (out.sum((2, 3)) / num_heads)[:, :, None].expand(-1, -1, num_kv_heads, -1)
     return out.amax(3) if blocks > 1 else out.squeeze(3)

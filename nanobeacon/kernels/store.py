@@ -1,8 +1,7 @@
 """Rotation and storage of one layer's q, k and v in a single Triton launch; the twin of `reference.store`.
 
 Knows nothing of requests, layers or schedules: a token has a flat slot, and perhaps a place in the query
-buffer. Tokens that share a slot (padded rows, on the scratch page) race, and nobody reads what they leave.
-"""
+buffer. Tokens that share a slot (padded rows, on the scratch page) race, and nobody reads what they leave."""
 
 import torch
 import triton
@@ -54,14 +53,13 @@ def store(
 ) -> Tensor:  # fmt: skip
     """As `reference.store`; the last two dimensions of `buffer` must lie together, not the others."""
     tokens, rows, head_dim = qkv.shape
-    num_kv_heads = keys.shape[0]
-    num_heads = rows - 2 * num_kv_heads
+    num_heads = rows - 2 * len(keys)
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     strides = (0, 0) if buffer is None else buffer.stride()[:2]
     heads, pairs = min(8, triton.next_power_of_2(rows)), triton.next_power_of_2(head_dim // 2)
     store_kernel[(tokens, triton.cdiv(rows, heads))](
         qkv, cos, sin, slots, q, keys, values, buffer, buffer_rows, buffer_slots, *strides,
-        keys[0, ..., 0].numel(), H=num_heads, K=num_kv_heads, D=head_dim, HEADS=heads, PAIRS=pairs,
+        keys[0, ..., 0].numel(), H=num_heads, K=len(keys), D=head_dim, HEADS=heads, PAIRS=pairs,
         OBSERVE=buffer is not None, num_warps=2,
     )  # fmt: skip
     return q

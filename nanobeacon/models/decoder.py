@@ -1,8 +1,7 @@
 """One decoder for every family: a forward pass is a function of a batch, a cache and a query buffer.
 
 Knows no requests, no sampling and no files. What differs between families are flags of `ModelConfig`; where a
-checkpoint's tensors go is told by `weights`.
-"""
+checkpoint's tensors go is told by `weights`."""
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +20,15 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.eps = config, torch.tensor([config.rms_norm_eps], device=device)
         hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        q_size, qkv_size = config.num_heads * dim, (config.num_heads + 2 * config.num_kv_heads) * dim
 
         def make(*shape: int, wanted: bool = True) -> nn.Parameter | None:
             return weight(*shape, dtype=dtype, device=device) if wanted else None
 
         self.input_norm, self.post_norm = make(hidden), make(hidden)
-        self.qkv, self.qkv_bias = (
-            make(q_size + 2 * kv_size, hidden),
-            make(q_size + 2 * kv_size, wanted=config.qkv_bias),
-        )
+        self.qkv, self.qkv_bias = make(qkv_size, hidden), make(qkv_size, wanted=config.qkv_bias)
         self.o, self.o_bias = make(hidden, q_size), make(hidden, wanted=config.o_bias)
         self.q_norm, self.k_norm = make(dim, wanted=config.qk_norm), make(dim, wanted=config.qk_norm)
         self.gate_up, self.gate_up_bias = make(2 * mlp, hidden), make(2 * mlp, wanted=config.mlp_bias)
@@ -41,7 +37,7 @@ class Layer(nn.Module):
     def weights(self) -> dict[str, Tensor | None]:
         """Checkpoint name inside the layer -> the part of a parameter that it fills."""
         c = self.config
-        heads = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+        heads = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
         views = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
         views |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
         for kind, qkv, o, gate_up, down in (
@@ -57,11 +53,11 @@ class Layer(nn.Module):
     def forward(self, layer: int, hidden: Tensor, rotation, batch: Batch, cache, queries, kernels) -> Tensor:
         """hidden float32 [T, hidden] -> the same; stores this layer's keys, values and queries on the way."""
         c = self.config
-        x = rms_norm(hidden, self.input_norm, c.rms_norm_eps)
+        x = rms_norm(hidden, self.input_norm, self.eps)
         qkv = linear(x, self.qkv, self.qkv_bias).view(len(x), -1, c.head_dim)
         if c.qk_norm:
             q, k, v = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-            q, k = rms_norm(q, self.q_norm, c.rms_norm_eps), rms_norm(k, self.k_norm, c.rms_norm_eps)
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
             qkv = torch.cat((q, k, v), dim=1)
         seen = batch.observation
         queries.observe(layer, qkv[:, : c.num_heads], batch.positions, seen, kernels)
@@ -73,7 +69,7 @@ class Layer(nn.Module):
             batch.max_query_length, batch.max_cached_length, c.head_dim**-0.5, batch.runs,
         )  # fmt: skip
         hidden = hidden + linear(attended.flatten(1), self.o, self.o_bias)
-        x = rms_norm(hidden, self.post_norm, c.rms_norm_eps)
+        x = rms_norm(hidden, self.post_norm, self.eps)
         gate, up = linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
         return hidden + linear(F.silu(gate) * up, self.down, self.down_bias)
 
@@ -86,10 +82,10 @@ class Decoder(nn.Module):
         self.config = config
         self.kernels = choose(device, config.head_dim, page_size)
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
-        self.embedding = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = weight(*shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(Layer(config, dtype, device) for _ in range(config.num_layers))
         self.norm = weight(config.hidden_size, dtype=dtype, device=device)
-        shape = (config.vocab_size, config.hidden_size)
         self.head = self.embedding if config.tied else weight(*shape, dtype=dtype, device=device)
 
     def weights(self) -> dict[str, Tensor]:
@@ -109,7 +105,7 @@ class Decoder(nn.Module):
         hidden = F.embedding(batch.token_ids, self.embedding).float()  # sums over layers stay in float32
         for i, layer in enumerate(self.layers):
             hidden = layer(i, hidden, rotation, batch, cache, queries, self.kernels)
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        return rms_norm(hidden, self.norm, self.layers[-1].eps)
 
     def logits(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
         """float32 [R, vocabulary] from hidden [R, hidden]; rows of the head past `vocabulary` are padding."""

@@ -1,7 +1,6 @@
 """The pieces of a decoder layer: linear maps, RMSNorm, and a parameter that a loader fills.
 
-Knows nothing of attention, caches or checkpoints.
-"""
+Knows nothing of attention, caches or checkpoints."""
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +17,7 @@ def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Paramete
 
 
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] times matrix [out, in] plus bias: [T, out]. In float32, block by block, where a CPU's bf16 is
-    slow."""
+    """x [T, in] times matrix [out, in] plus bias: [T, out]; in float32 blocks where a CPU's bf16 is slow."""
     if not upcast_pays(x, len(x)):
         return F.linear(x, matrix, bias)
     x, rows = x.float(), max(1, BLOCK // matrix.shape[1])
@@ -27,6 +25,8 @@ def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     return (out if bias is None else out + bias).to(matrix.dtype)
 
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32; the result has the scale's dtype."""
-    return F.rms_norm(x.float(), scale.shape[-1:], eps=eps).to(scale.dtype) * scale
+def rms_norm(x: Tensor, scale: Tensor, eps: Tensor) -> Tensor:
+    """Root-mean-square norm over the last dimension, in float32, then in the scale's dtype; eps is [1]."""
+    x = x.float()
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # two launches fewer than mean of squares
+    return (x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).to(scale.dtype) * scale
