@@ -91,7 +91,14 @@ def test_ctrl_c_keeps_what_was_generated(folder, as_json):
     command = [sys.executable, "generate.py", "--model", str(folder), "--prompt", "x", "--temperature", "0"]
     command += ["--stop", "this never comes", "--budget", "64"] + ["--json"] * as_json
     process = subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that runs in the background of a shell ignores SIGINT, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     first = process.stderr.readline()
     assert "pages" in first
