@@ -9,9 +9,12 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NoReturn
+
+from tqdm import tqdm
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 EXAMPLE = (
@@ -128,15 +131,6 @@ def show(pieces: Iterator[tuple[Any, str]], requests: list[Any]) -> None:
                 print(f"--- completion {current + 1} of {len(requests)}", file=sys.stderr)
 
 
-def watch(pieces: Iterator[tuple[Any, str]]) -> None:
-    """Run without printing text, behind a progress bar where a terminal shows one."""
-    from tqdm import tqdm
-
-    with tqdm(unit="token", disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
-        for _ in pieces:
-            bar.update()
-
-
 def answer(llm: Any, prompt: Any, options: argparse.Namespace) -> tuple[list[Any], bool]:
     """Generate and print the completions of one prompt: their requests, and whether Ctrl-C ended them."""
     requests, interrupted = llm.submit([prompt], params(options)), False
@@ -144,7 +138,11 @@ def answer(llm: Any, prompt: Any, options: argparse.Namespace) -> tuple[list[Any
         raise ValueError(requests[0].error)
     pieces = llm.run(requests)
     try:
-        watch(pieces) if options.json else show(pieces, requests)
+        if options.json:
+            for _ in tqdm(pieces, unit="token", disable=not sys.stderr.isatty()):
+                pass
+        else:
+            show(pieces, requests)
     except KeyboardInterrupt:
         interrupted = True
         pieces.close()
@@ -169,8 +167,8 @@ def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
     requests, interrupted = answer(llm, prompt, options)
     print(closing_lines(llm, requests), file=sys.stderr)
     errors = [r.error for r in requests if r.error]
-    if errors:
-        print(f"generate.py: {errors[0]}", file=sys.stderr)
+    for error in errors[:1]:
+        print(f"generate.py: {error}", file=sys.stderr)
     return 130 if interrupted else 1 if errors else 0
 
 
@@ -208,8 +206,8 @@ def size(count: float) -> str:
 
 def closing_lines(llm: Any, requests: list[Any]) -> str:
     """What it took: speed, what was kept of the tokens, and what the cache held."""
-    s = llm.stats
-    seconds, decoded = s.prefill_seconds + s.decode_seconds, max(s.output_tokens - len(requests), 0)
+    s, decoded = llm.stats, max(llm.stats.output_tokens - len(requests), 0)
+    seconds = s.prefill_seconds + s.decode_seconds
     longest = max((r.num_computed for r in requests), default=0)
     return (
         f"prefill {s.prompt_tokens / max(s.prefill_seconds, 1e-9):.1f} tokens/s, "
@@ -223,6 +221,7 @@ def closing_lines(llm: Any, requests: list[Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # which nothing here needs
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("nanobeacon").setLevel(logging.INFO)
     try:
