@@ -119,8 +119,7 @@ def settled(options: Namespace) -> Iterator[Namespace]:
         job.device = device_of(job.device)
         if job.dtype == "auto":
             job.dtype = read_config(job.model).dtype or "bfloat16"
-        if (job.device, job.dtype) == ("cpu", "float16"):
-            job.dtype = "bfloat16"  # as the engine does
+        job.dtype = "bfloat16" if (job.device, job.dtype) == ("cpu", "float16") else job.dtype
         yield job
 
 
@@ -153,7 +152,9 @@ class Kernels:
 
 
 def device_of(device: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if not torch.cuda.is_available() and device.startswith("cuda"):
+        raise ValueError(f"--device {device}: this machine has no CUDA device")
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def record(options: Namespace) -> dict[str, Any]:

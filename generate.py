@@ -79,8 +79,7 @@ def read_prompt(options: argparse.Namespace) -> str | None:
                 return file.read()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--prompt-file {path}: {error}") from error
-    piped = sys.stdin is not None and not sys.stdin.closed and (path == "-" or not sys.stdin.isatty())
-    text = sys.stdin.read() if piped else ""
+    text = sys.stdin.read() if path == "-" or not sys.stdin.isatty() else ""
     return text if text.strip() else None
 
 
@@ -103,7 +102,13 @@ def load(options: argparse.Namespace) -> Any:
     chosen = {name: getattr(options, name) for name in names}
     protect = int(options.protect) if options.protect.lstrip("-").isdigit() else options.protect
     seats, bar = min(options.n, 64), sys.stderr.isatty()
-    return LLM(options.model or DEFAULT_MODEL, max_num_seqs=seats, protect=protect, progress=bar, **chosen)
+    return LLM(
+        DEFAULT_MODEL if options.model is None else options.model,
+        max_num_seqs=seats,
+        protect=protect,
+        progress=bar,
+        **chosen,
+    )
 
 
 def params(options: argparse.Namespace) -> Any:
@@ -165,10 +170,8 @@ def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
     raw = options.raw or llm.tokenizer is None or llm.tokenizer.chat_template is None
     prompt = text if raw else llm.chat_prompt([{"role": "user", "content": text}], not options.no_thinking)
     requests, interrupted = answer(llm, prompt, options)
-    print(closing_lines(llm, requests), file=sys.stderr)
-    errors = [r.error for r in requests if r.error]
-    for error in errors[:1]:
-        print(f"generate.py: {error}", file=sys.stderr)
+    errors = [f"generate.py: {r.error}" for r in requests if r.error]
+    print("\n".join([closing_lines(llm, requests), *errors[:1]]), file=sys.stderr)
     return 130 if interrupted else 1 if errors else 0
 
 
@@ -195,15 +198,6 @@ def converse(llm: Any, options: argparse.Namespace) -> int:
         print(closing_lines(llm, turns), file=sys.stderr)
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
 def closing_lines(llm: Any, requests: list[Any]) -> str:
     """What it took: speed, what was kept of the tokens, and what the cache held."""
     s, decoded = llm.stats, max(llm.stats.output_tokens - len(requests), 0)
@@ -214,12 +208,16 @@ def closing_lines(llm: Any, requests: list[Any]) -> str:
         f"decode {decoded / max(s.decode_seconds, 1e-9):.1f} tokens/s ({s.output_tokens} new tokens)\n"
         f"kept {s.peak_cached_tokens:,} of {longest:,} tokens a head "
         f"({100 * s.peak_cached_tokens / max(longest, 1):.1f} %), "
-        f"KV {size(s.peak_kv_bytes)} instead of {size(s.full_kv_bytes)}, {s.evictions} evictions, "
+        f"KV {s.peak_kv_bytes / 1e6:,.1f} MB instead of {s.full_kv_bytes / 1e6:,.1f} MB, "
+        f"{s.evictions} evictions, "
         f"{100 * s.eviction_seconds / max(seconds, 1e-9):.1f} % of the time"
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
+    for name in ("stdin", "stderr"):  # where one is closed, nothing is read or said
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
     options = parser().parse_args(arguments)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # which nothing here needs
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -241,8 +239,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone
+    except OSError as error:  # the output cannot be written, or its reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"generate.py: {error}", file=sys.stderr)
         return 1
 
 

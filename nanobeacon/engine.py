@@ -5,6 +5,7 @@ is the business of `llm.py`."""
 
 import logging
 import random
+import threading
 import time
 from dataclasses import dataclass
 
@@ -70,6 +71,7 @@ class Engine:
             self.forward_decode = DecodeGraphs(model, *parts, config.max_num_seqs, most * page_size)
         self.stats = Stats()
         self._arrivals = 0
+        self._lock = threading.RLock()  # several threads may submit, step and abort
         pool, buffers = num_pages * page_bytes / 1e9, rows * self.queries.row_bytes / 1e6
         sizes = f"{num_pages} pages of {page_size} tokens, {pool:.2f} GB; query buffers {buffers:.1f} MB"
         log.info("%s on %s: %s", str(dtype).removeprefix("torch."), device, sizes)
@@ -89,8 +91,9 @@ class Engine:
         self, prompt: list[int], params: SamplingParams, forced: list[int] | None = None
     ) -> list[Request]:
         """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set."""
-        settings, arrival, seed = self.config.eviction, self._arrivals, params.seed
-        self._arrivals += 1
+        settings, seed = self.config.eviction, params.seed
+        with self._lock:
+            arrival, self._arrivals = self._arrivals, self._arrivals + 1
         if seed is None:
             source = random.SystemRandom() if self.config.seed is None else None
             seed = (source or random.Random(f"{self.config.seed} {arrival}")).getrandbits(63)
@@ -135,15 +138,18 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now, wherever it is; what it has is kept, what it held is free."""
-        if request.finish_reason is None:
-            request.finish_reason = "abort"
-            self._close(request)
+        with self._lock:
+            if request.finish_reason is None:
+                request.finish_reason = "abort"
+                self._close(request)
 
     def step(self) -> list[Request]:
         """One forward pass; returns the requests that got a token. If it fails, those in it end in error."""
-        plan = self.scheduler.plan()
-        if plan is None:
-            return []
+        with self._lock:
+            plan = self.scheduler.plan()
+            return [] if plan is None else self._run_or_end(plan)
+
+    def _run_or_end(self, plan: Plan) -> list[Request]:
         try:
             return self._run(plan)
         except BaseException as error:

@@ -1,6 +1,8 @@
 """The engine without eviction against transformers, and what it promises about batches, pages and
 requests."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from proofs import prove
@@ -288,3 +290,13 @@ def test_static_batches_read_evenly_spaced_runs_and_give_what_one_alone_gives(tm
     params = SamplingParams(max_tokens=40, **GREEDY)
     together = llm.generate(prompts, params)
     assert [o.token_ids for o in together] == [llm.generate([p], params)[0].token_ids for p in prompts]
+
+
+def test_several_threads_share_one_engine(tmp_path):
+    llm = LLM(tiny_folder(tmp_path, "llama"), dtype="float32", device="cpu")
+    params, prompts = SamplingParams(max_tokens=30, **GREEDY), [prompt_of(9), prompt_of(12)]
+    wanted = [o.token_ids for o in llm.generate(prompts, params)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: llm.generate([prompts[i % 2]], params)[0].token_ids, range(12)))
+    assert found == [wanted[i % 2] for i in range(12)]
+    assert llm.engine.pool.used_count == 0
