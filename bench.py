@@ -17,9 +17,11 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+
+from generate import Parser
 
 COMMANDS = {
     "throughput": "tokens/s, time per step and memory; --vs transformers, --table4, --max-batch",
@@ -48,13 +50,6 @@ PRESETS = {  # the fields of CONFIG
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 TIMED = ("throughput", "crossover")  # those that run any model's shape
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
 
 
 def command_of(arguments: Sequence[str]) -> str:

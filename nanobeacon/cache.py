@@ -28,11 +28,6 @@ class KVCache:
         self.page_table = torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device)
         self.page_size = page_size
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of keys and values in one page, all layers and heads."""
-        return 2 * self.keys[:, :, 0].numel() * self.keys.element_size()
-
     def store_positions(self, positions: Tensor, slots: Tensor) -> None:
         """Write the tokens' positions [T] into their slots [T] in every layer and KV head."""
         self.positions.view(-1, self.positions.shape[2] * self.page_size)[:, slots] = positions.int()

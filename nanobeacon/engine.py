@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -57,8 +58,9 @@ class Engine:
         self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
         self.queries = QueryBuffer(config.eviction, shape, rows, dtype, device)
         pages_each = -(-self.max_model_len // page_size)
-        page_bytes = 2 * shape.num_layers * shape.num_kv_heads * page_size * shape.head_dim * dtype.itemsize
-        num_pages = config.num_pages or self._pages_that_fit(pages_each, page_bytes)
+        values = shape.num_layers * shape.num_kv_heads * page_size * shape.head_dim
+        self.page_bytes = 2 * values * dtype.itemsize  # keys and values of a page, all layers and heads
+        num_pages = config.num_pages or self._pages_that_fit(pages_each)
         self.pool = PagePool(num_pages + 1)
         most = min(pages_each, num_pages)
         self.cache = KVCache(shape, num_pages + 1, page_size, rows, most, dtype, device)
@@ -70,15 +72,15 @@ class Engine:
         if config.cuda_graphs and device.type == "cuda":
             self.forward_decode = DecodeGraphs(model, *parts, config.max_num_seqs, most * page_size)
         self.stats = Stats()
-        self._arrivals = 0
+        self._arrivals = count()
         self._lock = threading.RLock()  # several threads may submit, step and abort
-        pool, buffers = num_pages * page_bytes / 1e9, rows * self.queries.row_bytes / 1e6
+        pool, buffers = num_pages * self.page_bytes / 1e9, rows * self.queries.row_bytes / 1e6
         sizes = f"{num_pages} pages of {page_size} tokens, {pool:.2f} GB; query buffers {buffers:.1f} MB"
         log.info("%s on %s: %s", str(dtype).removeprefix("torch."), device, sizes)
 
-    def _pages_that_fit(self, pages_each: int, page_bytes: int) -> int:
+    def _pages_that_fit(self, pages_each: int) -> int:
         """GPU: `gpu_memory` of what is free now; CPU: what `max_num_seqs` requests need, CPU_POOL at most."""
-        device = self.model.embedding.device
+        device, page_bytes = self.model.embedding.device, self.page_bytes
         if device.type == "cuda":
             room = int(torch.cuda.mem_get_info(device)[0] * self.config.gpu_memory)
         else:
@@ -91,9 +93,7 @@ class Engine:
         self, prompt: list[int], params: SamplingParams, forced: list[int] | None = None
     ) -> list[Request]:
         """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set."""
-        settings, seed = self.config.eviction, params.seed
-        with self._lock:
-            arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        settings, arrival, seed = self.config.eviction, next(self._arrivals), params.seed
         if seed is None:
             source = random.SystemRandom() if self.config.seed is None else None
             seed = (source or random.Random(f"{self.config.seed} {arrival}")).getrandbits(63)
@@ -108,7 +108,8 @@ class Engine:
             else:
                 if self.tokenizer is not None and forced is None:
                     request.stream = TextStream(self.tokenizer, prompt, params.stop)
-                self.scheduler.add(request)
+                with self._lock:
+                    self.scheduler.add(request)
             requests.append(request)
         return requests
 
@@ -269,7 +270,7 @@ class Engine:
 
     def _count_memory(self, plan: Plan) -> None:
         """Maxima over steps, taken while all that a step stored is there."""
-        running, page_bytes = self.scheduler.running, self.cache.page_bytes
+        running, page_bytes = self.scheduler.running, self.page_bytes
         full = sum(-(-r.num_computed // self.config.page_size) for r in running)
         for name, value in (
             ("peak_cached_tokens", max(r.cached_length for r in plan.requests)),

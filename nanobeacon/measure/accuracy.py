@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import random
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Collection, Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -26,6 +26,7 @@ from ..reasoner import folder, task
 from ..reasoner.solve import solve, solve_forced
 from ..request import Request
 from . import common, grading, plots, selections
+from .common import listed
 
 REASONER = dict(model=str(folder()), n=128, policies=[*POLICIES], protect=["prompt", 4], window=16)
 REASONER |= dict(budgets=[48, 64, 96, 128, 192, 256])
@@ -64,18 +65,6 @@ def add_arguments(p: ArgumentParser) -> None:
     add("--temperature", type=float, help="default: the checkpoint's")
     add("--top-p", type=float, help="default: the checkpoint's")
     add("--raw", action="store_true", help="no chat template around a prompt")
-
-
-def listed(kind: Callable[[str], Any], possible: Collection[str] = ()) -> Callable[[str], list]:
-    """A type for argparse: values of a kind between commas, all of them possible where that is said."""
-
-    def values(text: str) -> list:
-        parts = text.split(",")
-        if possible and not set(parts) <= set(possible):
-            raise ArgumentTypeError(f"{text!r}: possible are {', '.join(possible)}")
-        return [kind(part) for part in parts]
-
-    return values
 
 
 def _split(text: str) -> tuple[int, int]:

@@ -8,20 +8,27 @@ import signal
 import statistics
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
-def names(text: str) -> list[str]:
-    """A,B of a command line."""
-    return text.split(",")
+def listed(kind: Callable[[str], Any], possible: Collection[str] = ()) -> Callable[[str], list]:
+    """A type for argparse: values of a kind between commas, all of them possible where that is said."""
+
+    def values(text: str) -> list:
+        parts = text.split(",")
+        if possible and not set(parts) <= set(possible):
+            raise ArgumentTypeError(f"{text!r}: possible are {', '.join(possible)}")
+        return [kind(part) for part in parts]
+
+    return values
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+names, numbers = listed(str), listed(int)
 
 
 def proc(path: str) -> dict[str, str]:

@@ -116,9 +116,7 @@ class Subject:
 class Nanobeacon(Subject):
     def _load(self) -> None:
         job, budget = self.job, self.system.budget
-        pages = job.batch * (pages_of(job, budget) + 1)
-        if budget is None and job.device == "cpu":  # room for each to grow as one run, as there is by default
-            pages = 2 ** (job.batch - 1).bit_length() * (pages_of(job, None) + job.prompt_length // PAGE + 2)
+        pages = job.batch * (pages_of(job, budget) + 1)  # so much for every seat: each grows as one run
         place = {"device": job.device, "dtype": job.dtype, "load": job.load}
         sizes = {"page_size": PAGE, "num_pages": pages, "max_num_seqs": job.batch}
         graphs = not job.no_cuda_graphs
