@@ -146,7 +146,7 @@ class QueryBuffer:
         """Take a layer's queries q [T, H, D], before RoPE; a chunk is reduced with the row's queries here."""
         if observation.writes is not None:
             token, row, slot = observation.writes
-            self.buffer[row, layer, :, slot] = q[token]
+            self.buffer[row, layer, :, slot] = q[token].to(self.buffer.dtype)
         for chunk in observation.chunks:
             self._take_chunk(layer, q, positions, chunk, kernels)
 
@@ -154,7 +154,8 @@ class QueryBuffer:
         held, at = self.buffer[chunk.row, layer], self.positions[chunk.row, layer]
         candidates, kept, end = chunk.candidates, chunk.kept, chunk.kept + chunk.recents
         tokens = slice(chunk.first, chunk.first + candidates + chunk.recents)
-        new, new_at = q[tokens].transpose(0, 1), positions[tokens].int().expand(len(at), -1)
+        new = q[tokens].transpose(0, 1).to(held.dtype)  # what the buffer would hold
+        new_at = positions[tokens].int().expand(len(at), -1)
         if candidates:
             pool = torch.cat((held[:, : chunk.held], new[:, :candidates]), dim=1)
             pool_at = torch.cat((at[:, : chunk.held], new_at[:, :candidates]), dim=1)

@@ -5,6 +5,7 @@ that the index names or model.safetensors alone, and headers are checked before 
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -79,6 +80,14 @@ class Checkpoint:
         """What most tensors are stored in, in config.json's words."""
         kind = mode(info.dtype for info in self.tensors.values())
         return {"BF16": "bfloat16", "F16": "float16"}.get(kind, "float32")
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor as it lies in its file: only what is read of it takes memory."""
+        info = self.tensors[name]
+        with open(info.file, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        count, dtype = math.prod(info.shape), DTYPES[info.dtype]
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=info.offset).view(info.shape)
 
 
 def load_into(views: Mapping[str, Tensor], checkpoint: Checkpoint, progress: bool = True) -> None:

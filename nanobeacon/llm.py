@@ -77,8 +77,10 @@ class LLM:
         decoder = Decoder(shape, kind, place, page_size)
         if checkpoint is not None:
             load_into(decoder.weights(), checkpoint, progress=progress)
+            decoder.pack(checkpoint.mapped("model.embed_tokens.weight"))
         else:
             _fill_with_noise(decoder, seed or 0)
+            decoder.pack()
         eos, self.bos_token_id = set(shape.eos_token_ids), shape.bos_token_id
         if self.tokenizer is not None:
             eos |= {self.tokenizer.eos_token_id} - {None}

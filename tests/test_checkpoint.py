@@ -286,6 +286,14 @@ def test_loading_takes_less_than_a_tenth_beside_the_model(tmp_path):
     assert 0.95 < float(finished.stdout) < 1.1
 
 
+def test_a_mapped_tensor_is_the_one_in_the_file(tmp_path):
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = {"odd": random(3, 5).to(dtype), "embedding": random(40, 8).to(dtype)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        mapped = Checkpoint(tmp_path).mapped("embedding")
+        assert mapped.dtype == dtype and torch.equal(mapped, tensors["embedding"])
+
+
 # From a name to a folder
 
 

@@ -10,14 +10,6 @@ from torch import Tensor
 
 TIE = 1e-5  # values this close to the minimum count as equal in fps: rounding must not order exact duplicates
 SCRATCH = 256 << 20  # bytes that one pass of `scores` or `redundancy` may hold for itself
-FEW_ROWS = 8  # up to here bf16 products run as matrix-vector products, which are fast everywhere
-
-
-def upcast_pays(x: Tensor, rows: int) -> bool:
-    """Whether `rows` bf16 rows are faster multiplied in float32: without AVX-512 a CPU's bf16 GEMM crawls."""
-    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or rows <= FEW_ROWS:
-        return False
-    return not torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX"))
 
 
 def store(
@@ -30,12 +22,13 @@ def store(
     num_kv_heads, head_dim = keys.shape[0], keys.shape[-1]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     if buffer is not None:
-        buffer[buffer_rows, :, buffer_slots] = qkv[:, :num_heads]
+        buffer[buffer_rows, :, buffer_slots] = qkv[:, :num_heads].to(buffer.dtype)
     first, second = qkv[:, :-num_kv_heads].float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
-    keys.view(num_kv_heads, -1, head_dim)[:, slots] = rotated[:, num_heads:].transpose(0, 1)
-    values.view(num_kv_heads, -1, head_dim)[:, slots] = qkv[:, -num_kv_heads:].transpose(0, 1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    rotated = torch.cat(turned, dim=-1).to(qkv.dtype)
+    for cache, new in ((keys, rotated[:, num_heads:]), (values, qkv[:, -num_kv_heads:])):
+        cache.view(num_kv_heads, -1, head_dim).index_copy_(1, slots, new.transpose(0, 1).to(cache.dtype))
     return rotated[:, :num_heads]
 
 
@@ -44,13 +37,15 @@ def paged_attention(
     max_query_length: int, max_cached_length: int, scale: float, runs: list[int | None] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of each request's queries over its own slots, causal by slot order; returns [T, H, D].
-    q [T, H, D]; keys, values [K, pages, P, D]; page_table int32 [R, pages of the longest]; cached_lengths
-    int32 [R], this step's tokens included; cu_seqlens int32 [R + 1]. Query i of n sees the slots below
-    cached_length - n + i + 1. `runs`: first slots of the requests whose pages are one run, read as a view."""
-    borders, lengths, outputs = cu_seqlens.tolist(), cached_lengths.tolist(), []
+    q [T, H, D]; keys, values [K, pages, P, D] of q's dtype, or bf16 beside a float32 q; page_table int32
+    [R, pages of the longest]; cached_lengths int32 [R], this step's tokens included; cu_seqlens int32
+    [R + 1]. Query i of n sees the slots below cached_length - n + i + 1. `runs`: first slots of the requests
+    whose pages are one run, read as a view."""
+    lengths = cached_lengths.tolist()
     runs = runs if runs is not None else [None] * len(page_table)
     if max_query_length == 1 and _evenly_spaced(runs) and min(lengths) == max(lengths):
         return _attend_alike(q, keys, values, runs, lengths[0], scale)
+    borders, outputs = cu_seqlens.tolist(), []
     for r, length in enumerate(lengths):
         if borders[r] < borders[r + 1]:
             k, v = (_slots_of(cache, page_table[r], length, runs[r]) for cache in (keys, values))
@@ -59,21 +54,23 @@ def paged_attention(
 
 
 def _evenly_spaced(runs: list[int | None]) -> bool:
-    """Whether two or more runs follow each other at one distance."""
-    if len(runs) < 2 or None in runs:
+    """Whether there is one run, or several follow each other at one distance."""
+    if None in runs:
         return False
     steps = {b - a for a, b in zip(runs, runs[1:], strict=False)}
-    return len(steps) == 1 and min(steps) > 0
+    return not steps or (len(steps) == 1 and min(steps) > 0)
 
 
 def _attend_alike(q: Tensor, keys: Tensor, values: Tensor, runs: list, length: int, scale: float) -> Tensor:
     """One query each for requests of one length in evenly spaced runs: one strided view, one product."""
-    count, _, head_dim = q.shape
-    stride = ((runs[1] - runs[0]) * head_dim, keys.stride(0), head_dim, 1)
-    size, first = (count, len(keys), length, head_dim), runs[0] * head_dim
-    k, v = (x.as_strided(size, stride, x.storage_offset() + first) for x in (keys, values))
-    grouped = q.unflatten(1, (len(keys), -1))
-    return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
+    (count, _, head_dim), num_kv_heads = q.shape, len(keys)
+    distance = runs[1] - runs[0] if count > 1 else length
+    stride = (distance * head_dim, keys.stride(0), head_dim, 1)
+    size, first = (count, num_kv_heads, length, head_dim), runs[0] * head_dim
+    k = keys.as_strided(size, stride, keys.storage_offset() + first)
+    v = values.as_strided(size, stride, values.storage_offset() + first)
+    grouped = q.to(k.dtype).view(count, num_kv_heads, -1, head_dim)
+    return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape).to(q.dtype)
 
 
 def _slots_of(cache: Tensor, pages: Tensor, length: int, first: int | None) -> Tensor:
@@ -88,15 +85,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [n, H, D] over k, v [K, S, D], the last query sees all S slots; a group shares one pass over k, v."""
     (count, num_heads, _), (num_kv_heads, length, _) = q.shape, k.shape
     if count == 1:
-        grouped = q.unflatten(1, (num_kv_heads, -1))
-        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).reshape(q.shape)
-    dtype, mask = torch.float32 if upcast_pays(q, count) else q.dtype, None
-    heads_first = (x[None].to(dtype) for x in (q.transpose(0, 1), k, v))
+        grouped = q.to(k.dtype).unflatten(1, (num_kv_heads, -1))
+        out = F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale)
+        return out.reshape(q.shape).to(q.dtype)
+    heads_first, mask = (x[None].to(q.dtype) for x in (q.transpose(0, 1), k, v)), None
     if count < length:
         mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
     how = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": num_heads != num_kv_heads}
     out = F.scaled_dot_product_attention(*heads_first, scale=scale, **how)
-    return out[0].transpose(0, 1).to(q.dtype)
+    return out[0].transpose(0, 1)
 
 
 def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:

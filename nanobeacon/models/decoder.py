@@ -12,7 +12,7 @@ from ..cache import KVCache, QueryBuffer
 from ..config import ModelConfig
 from ..kernels import choose
 from ..rope import Rope
-from .layers import linear, rms_norm, weight
+from .layers import Linear, packing_pays, rms_norm, weight
 
 
 class Layer(nn.Module):
@@ -27,12 +27,14 @@ class Layer(nn.Module):
         def make(*shape: int, wanted: bool = True) -> nn.Parameter | None:
             return weight(*shape, dtype=dtype, device=device) if wanted else None
 
+        def linear(inputs: int, outputs: int, bias: bool) -> Linear:
+            return Linear(make(outputs, inputs), make(outputs, wanted=bias))
+
         self.input_norm, self.post_norm = make(hidden), make(hidden)
-        self.qkv, self.qkv_bias = make(qkv_size, hidden), make(qkv_size, wanted=config.qkv_bias)
-        self.o, self.o_bias = make(hidden, q_size), make(hidden, wanted=config.o_bias)
+        self.qkv, self.o = linear(hidden, qkv_size, config.qkv_bias), linear(q_size, hidden, config.o_bias)
         self.q_norm, self.k_norm = make(dim, wanted=config.qk_norm), make(dim, wanted=config.qk_norm)
-        self.gate_up, self.gate_up_bias = make(2 * mlp, hidden), make(2 * mlp, wanted=config.mlp_bias)
-        self.down, self.down_bias = make(hidden, mlp), make(hidden, wanted=config.mlp_bias)
+        self.gate_up = linear(hidden, 2 * mlp, config.mlp_bias)
+        self.down = linear(mlp, hidden, config.mlp_bias)
 
     def weights(self) -> dict[str, Tensor | None]:
         """Checkpoint name inside the layer -> the part of a parameter that it fills."""
@@ -40,10 +42,9 @@ class Layer(nn.Module):
         heads = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
         views = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
         views |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
-        for kind, qkv, o, gate_up, down in (
-            ("weight", self.qkv, self.o, self.gate_up, self.down),
-            ("bias", self.qkv_bias, self.o_bias, self.gate_up_bias, self.down_bias),
-        ):
+        for kind in ("weight", "bias"):
+            matrices = (self.qkv, self.o, self.gate_up, self.down)
+            qkv, o, gate_up, down = (getattr(matrix, kind) for matrix in matrices)
             q, k, v = qkv.split(heads) if qkv is not None else (None,) * 3
             gate, up = gate_up.chunk(2) if gate_up is not None else (None, None)
             views |= {f"self_attn.{n}_proj.{kind}": x for n, x in zip("qkvo", (q, k, v, o), strict=True)}
@@ -54,7 +55,7 @@ class Layer(nn.Module):
         """hidden float32 [T, hidden] -> the same; stores this layer's keys, values and queries on the way."""
         c = self.config
         x = rms_norm(hidden, self.input_norm, self.eps)
-        qkv = linear(x, self.qkv, self.qkv_bias).view(len(x), -1, c.head_dim)
+        qkv = self.qkv(x).view(len(x), -1, c.head_dim)
         if c.qk_norm:
             q, k, v = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
@@ -68,10 +69,11 @@ class Layer(nn.Module):
             q, keys, values, batch.page_table, batch.cached_lengths, batch.cu_seqlens,
             batch.max_query_length, batch.max_cached_length, c.head_dim**-0.5, batch.runs,
         )  # fmt: skip
-        hidden = hidden + linear(attended.flatten(1), self.o, self.o_bias)
+        hidden += self.o(attended.flatten(1))
         x = rms_norm(hidden, self.post_norm, self.eps)
-        gate, up = linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return hidden + linear(F.silu(gate) * up, self.down, self.down_bias)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        hidden += self.down(F.silu(gate) * up)
+        return hidden
 
 
 class Decoder(nn.Module):
@@ -86,16 +88,32 @@ class Decoder(nn.Module):
         self.embedding = weight(*shape, dtype=dtype, device=device)
         self.layers = nn.ModuleList(Layer(config, dtype, device) for _ in range(config.num_layers))
         self.norm = weight(config.hidden_size, dtype=dtype, device=device)
-        self.head = self.embedding if config.tied else weight(*shape, dtype=dtype, device=device)
+        self.head = Linear(self.embedding if config.tied else weight(*shape, dtype=dtype, device=device))
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the view it fills; every parameter is covered exactly once."""
         views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.config.tied:
-            views["lm_head.weight"] = self.head
+            views["lm_head.weight"] = self.head.weight
         for i, layer in enumerate(self.layers):
             views |= {f"model.layers.{i}.{name}": view for name, view in layer.weights().items()}
         return views
+
+    def pack(self, embedding: Tensor | None = None) -> None:
+        """Once loaded: on a CPU without bf16 instructions, lay bf16 matrices out so that they multiply fast.
+        Activations are then float32; cache and embedding stay bf16. `embedding`: where its rows can be read
+        instead, so that it need not be in memory beside a tied head. `weights()` has no views afterwards."""
+        if not packing_pays(self.embedding.dtype, self.embedding.device):
+            return
+        self.head.pack()
+        if embedding is not None and embedding.dtype == self.embedding.dtype:
+            self.embedding = nn.Parameter(embedding, requires_grad=False)
+        for module in self.layers.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                parameter.data = parameter.data.float()
 
     def forward(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Tensor:
         """One forward pass; returns the hidden states [T, hidden] after the final norm."""
@@ -109,4 +127,4 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
         """float32 [R, vocabulary] from hidden [R, hidden]; rows of the head past `vocabulary` are padding."""
-        return linear(hidden, self.head[:vocabulary]).float()
+        return self.head(hidden)[:, :vocabulary].float()

@@ -1,0 +1,97 @@
+"""Linear maps on a CPU without bf16 instructions: packed weights against the plain product."""
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from nanobeacon import LLM, SamplingParams
+from nanobeacon.models import decoder, layers
+from nanobeacon.models.layers import Linear, packing_pays, weight
+
+CPU = torch.device("cpu")
+needs_fbgemm = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="this build of torch has no fbgemm"
+)
+
+
+def filled(*shape, scale=0.05):
+    parameter = weight(*shape, dtype=torch.bfloat16, device=CPU)
+    return parameter.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * scale)
+
+
+def exact(x, matrix, bias):
+    return x.double() @ matrix.double().T + (0 if bias is None else bias.double())
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("block", [1 << 22, 4096])  # one block of rows, many
+@pytest.mark.parametrize(
+    "outputs, inputs", [(48, 32), (100, 512), (33, 576), (40, 1024), (40, 896), (7, 1100)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_packed_matrix_is_the_same_map(monkeypatch, block, outputs, inputs, biased):
+    monkeypatch.setattr(layers, "BLOCK", block)
+    matrix, bias = filled(outputs, inputs), filled(outputs, scale=1.0) if biased else None
+    linear, before = Linear(matrix, bias), matrix.clone()
+    linear.pack()
+    assert linear.weight is None and torch.equal(matrix, before)  # a tied embedding goes on reading it
+    for rows in (1, 2, 7, 40):
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
+        wanted = exact(x, before, bias)
+        got = linear(x)
+        assert got.dtype == torch.float32 and got.shape == (rows, outputs)
+        assert (got - wanted).abs().max() < 2e-6 * wanted.abs().max()
+
+
+@needs_fbgemm
+def test_inputs_past_a_multiple_of_512_stay_apart_only_where_that_is_smaller(monkeypatch):
+    monkeypatch.setattr(layers, "BLOCK", 4096)
+    for inputs, apart in ((512, 0), (576, 64), (768, 256), (896, 0), (64, 0), (1088, 64)):
+        linear = Linear(filled(64, inputs))
+        linear.pack()
+        assert (0 if linear.rest is None else len(linear.rest)) == apart
+
+
+@needs_fbgemm
+def test_tiny_weights_move_by_less_than_float16_can_show():
+    matrix = filled(16, 64, scale=1e-6)
+    linear = Linear(matrix)
+    linear.pack()
+    assert (linear(torch.eye(64)) - matrix.float().T).abs().max() <= 2**-25
+
+
+@pytest.mark.parametrize("value", [1e5, float("nan"), float("inf")])
+def test_a_matrix_beyond_float16_becomes_float32(value):
+    matrix = filled(16, 64)
+    matrix[3, 5] = value
+    linear = Linear(matrix)
+    linear.pack()
+    assert not linear.blocks and torch.equal(linear.weight, matrix.float()) | (value != value)
+    assert torch.isfinite(linear(torch.eye(64))).all() == (value == 1e5)
+
+
+def test_only_bf16_is_packed_and_only_on_a_cpu():
+    assert not packing_pays(torch.float32, CPU) and not packing_pays(torch.bfloat16, torch.device("cuda"))
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_says_what_a_plain_one_says(tmp_path, monkeypatch, family, tied):
+    """bf16 weights in both: float32 activations differ from bf16 ones by their rounding, no more."""
+    tiny_model(family, tie_word_embeddings=tied).bfloat16().save_pretrained(tmp_path)
+    rows = {}
+    for name, pays in (("packed", True), ("plain", False), ("float32", None)):
+        monkeypatch.setattr(decoder, "packing_pays", lambda dtype, device, pays=pays: bool(pays))
+        llm = LLM(str(tmp_path), dtype="float32" if pays is None else "bfloat16", device="cpu")
+        assert (llm.engine.model.head.weight is None) == bool(pays)
+        assert llm.engine.model.embedding.dtype == (torch.float32 if pays is None else torch.bfloat16)
+        rows[name] = []
+        seen = rows[name].append
+        prompts = [[5, 7, 9], list(range(3, 43))]
+        llm.score(prompts, [[11] * 6] * 2, on_logits=lambda _, __, row, seen=seen: seen(row.clone()))
+        assert llm.generate([[5, 7, 9]], SamplingParams(max_tokens=4))[0].error is None
+    plain, packed, wanted = (torch.stack(rows[name]) for name in ("plain", "packed", "float32"))
+    size = wanted.abs().max()
+    assert (packed - plain).abs().max() < 0.05 * size
+    assert (packed - wanted).norm() <= 1.05 * (plain - wanted).norm()
