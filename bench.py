@@ -101,8 +101,8 @@ def settled(options: Namespace) -> Iterator[Namespace]:
     from nanobeacon.config import read_config
 
     for name, least in (("prompt_length", 1), ("output_length", 2), ("repeats", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"{name}={getattr(options, name)}: at least {least} is possible")
+        if (value := getattr(options, name)) is not None and value < least:
+            raise ValueError(f"{name}={value}: at least {least} is possible")
     job = Namespace(**vars(options))
     with tempfile.TemporaryDirectory() as scratch:
         if job.model is None:
@@ -239,6 +239,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
+    except OSError as error:  # the output cannot be written, or its reader has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import prompt_of, text_folder
+from tiny import prompt_of, text_folder, tiny_folder
 
 from nanobeacon import LLM, SamplingParams
 from nanobeacon.kernels import reference
@@ -24,8 +24,15 @@ needs_reasoner = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random model that writes noise; its vocabulary holds the reasoner's 48 ids as well."""
-    return text_folder(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=1)
+    """A random model that writes noise in the reasoner's words."""
+    folder = tmp_path_factory.mktemp("model")
+    return tiny_folder(folder, "qwen3", num_hidden_layers=1, vocab_size=len(task.WORDS))
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory):
+    """A random model that writes noise as text."""
+    return text_folder(tmp_path_factory.mktemp("speaker"), "qwen3", num_hidden_layers=1)
 
 
 def run(*arguments):
@@ -180,7 +187,7 @@ def test_the_true_trace_fed(model):
 )
 def test_mistakes_are_named_before_anything_runs(model, flags, said):
     with pytest.raises(ValueError, match=said):
-        toy(model, *flags)
+        run("--model", model, *flags)
 
 
 def test_an_unknown_name_lists_what_is_possible(model, capsys):
@@ -225,16 +232,16 @@ def test_selections_on_plain_clusters():
     assert torch.allclose(chosen("ema", 2), state / (1 - decay**40), atol=1e-5)
 
 
-def test_a_selection_asks_what_the_engine_would(model, monkeypatch):
+def test_a_selection_asks_what_the_engine_would(speaker, monkeypatch):
     """Choosing the first 16 output queries out of the history is the policy `initial`, token for token."""
     prompt, length, budget = prompt_of(21), 120, 40
     initial = replace(POLICIES["initial"], window=16)
     params = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
     options = dict(device="cpu", dtype="float32", budget=budget, max_model_len=length, trace=True)
-    (wanted,) = LLM(str(model), policy=initial, **options).generate([prompt], params)
+    (wanted,) = LLM(str(speaker), policy=initial, **options).generate([prompt], params)
 
     monkeypatch.setitem(selections.SELECTIONS, "first", lambda past, count, *_: past[:, 21 : 21 + count])
-    llm = LLM(str(model), policy=selections.keep_history(initial, length), **options)
+    llm = LLM(str(speaker), policy=selections.keep_history(initial, length), **options)
     llm.engine.evictor = selections.SelectingEvictor(llm.engine, "first", 16)
     (got,) = llm.generate([prompt], params)
     assert len(wanted.trace) > 5 and got.token_ids == wanted.token_ids
@@ -258,9 +265,9 @@ def on_file(model, problems, *arguments):
     return run("--model", model, "--problems", problems, *options, *arguments)
 
 
-def test_a_file_is_run_and_gone_on_with(model, problems, monkeypatch):
+def test_a_file_is_run_and_gone_on_with(speaker, problems, monkeypatch):
     path = problems.with_suffix(".results.jsonl")
-    result = on_file(model, problems)
+    result = on_file(speaker, problems)
     assert [row["policy"] for row in result["rows"]] == ["full", "beacon"] and result["num_problems"] == 4
     for row in result["rows"]:
         assert {"pass_at_1", "output_tokens", "longest", "cut", "errors", "cached_tokens"} < set(row)
@@ -279,21 +286,21 @@ def test_a_file_is_run_and_gone_on_with(model, problems, monkeypatch):
     path.write_text("\n".join(path.read_text().split("\n")[1:-1])[:-30])
     submitted = []
     monkeypatch.setattr(LLM, "submit", lambda llm, *a, of=LLM.submit: submitted.append(a) or of(llm, *a))
-    assert on_file(model, problems) == result
+    assert on_file(speaker, problems) == result
     assert len(submitted) == 2 and attempts() == whole
 
     # Everything done: no model is opened. Other settings: all is run.
     submitted.clear()
     monkeypatch.setattr(accuracy, "LLM", None)
-    assert on_file(model, problems) == result
+    assert on_file(speaker, problems) == result
     monkeypatch.undo()
-    assert on_file(model, problems, "--seed", 1)["rows"] != result["rows"]
+    assert on_file(speaker, problems, "--seed", 1)["rows"] != result["rows"]
     assert len(path.read_text().split("\n")) == 17
 
 
-def test_answers_are_graded_and_errors_are_not_kept(model, tmp_path):
+def test_answers_are_graded_and_errors_are_not_kept(speaker, tmp_path):
     path = tmp_path / "mixed.jsonl"
-    (wanted,) = LLM(str(model)).generate(["7"], SamplingParams(max_tokens=8, temperature=0.0))
+    (wanted,) = LLM(str(speaker)).generate(["7"], SamplingParams(max_tokens=8, temperature=0.0))
     path.write_text(
         json.dumps({"prompt": "7", "answer": answer_in(wanted.text) or "none"})
         + "\n"
@@ -301,13 +308,13 @@ def test_answers_are_graded_and_errors_are_not_kept(model, tmp_path):
         + "\n"
     )
     options = ("--n", 1, "--max-tokens", 8, "--temperature", 0, "--raw", "--policies", "full")
-    (row,) = run("--model", model, "--problems", path, *options)["rows"]
+    (row,) = run("--model", speaker, "--problems", path, *options)["rows"]
     assert row["errors"] == 1 and row["cut"] == 0.5
     assert row["pass_at_1"]["mean"] == (0.5 if answer_in(wanted.text) else 0.0)
     assert len(path.with_suffix(".results.jsonl").read_text().splitlines()) == 1
 
 
-def test_the_papers_sampling(model, problems, monkeypatch):
+def test_the_papers_sampling(speaker, problems, monkeypatch):
     seen = []
     monkeypatch.setattr(
         LLM,
@@ -315,7 +322,17 @@ def test_the_papers_sampling(model, problems, monkeypatch):
         lambda llm, prompts, params, of=LLM.submit: seen.append(params) or of(llm, prompts, params),
     )
     run(
-        "--model", model, "--problems", problems, "--paper", "--n", 1, "--max-tokens", 5, "--policies", "full"
+        "--model",
+        speaker,
+        "--problems",
+        problems,
+        "--paper",
+        "--n",
+        1,
+        "--max-tokens",
+        5,
+        "--policies",
+        "full",
     )
     assert (seen[0].temperature, seen[0].top_p, seen[0].top_k, seen[0].max_tokens) == (0.6, 0.95, 0, 5)
     assert accuracy.PAPER["max_tokens"] == 32768

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -296,6 +298,12 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("throughput --vs vllm", "transformers"),
         ("throughput --threads 0", "at least 1"),
         ("throughput --table4 --scale 0", "at least 1"),
+        ("throughput --table4 --budgets 64", "--budgets: Table 4"),
+        ("throughput --table4 --output-length 64", "--output-length: Table 4"),
+        ("throughput --scale 2", "--scale: only --table4"),
+        ("throughput --memory 2", "--memory: only --max-batch"),
+        ("throughput --max-batch --vs transformers", "--vs: --max-batch"),
+        ("throughput --budgets 64,many", "'64,many': values between commas"),
         ("throughput --model /no/such/folder", "/no/such/folder"),
         ("throughput --plot chart.png", ".svg"),
         ("throughput --plot /no/such/folder/chart.svg", "folder"),
@@ -304,6 +312,14 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("fidelity", "--model"),
         ("fidelity --model FOLDER --budgets 64 --tokens 65", "first eviction"),
         ("fidelity --model FOLDER --group 0", "at least 1"),
+        ("fidelity --model FOLDER --limit 0", "at least 1"),
+        ("accuracy --n 0", "at least 1"),
+        ("accuracy --batch 0", "at least 1"),
+        ("accuracy --paper", "--paper: only for --problems"),
+        ("accuracy --temperature 0.5", "--temperature: only for --problems"),
+        ("accuracy --problems file.jsonl --model FOLDER --length 96", "--length: only the reasoner's"),
+        ("accuracy --problems file.jsonl --model FOLDER --teacher-forced", "--teacher-forced: only"),
+        ("accuracy --model FOLDER --policies full --length 96", "--problems FILE is for it"),
         ("fidelity --model FOLDER --prompts /no/such/file", "/no/such/file"),
         ("fidelity --model FOLDER", "tokenizer"),
     ],
@@ -315,6 +331,16 @@ def test_mistakes_get_one_line_and_status_2(words, said, folder, inline, capsys)
         status = ended.code
     out, err = capsys.readouterr()
     assert status == 2 and said in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_an_output_that_cannot_be_written_is_one_line():
+    words = [sys.executable, "bench.py", "kernels", "--roofline"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, cwd=os.path.dirname(bench.__file__)
+        )
+    assert ended.returncode == 1 and ended.stderr.startswith("bench.py: ") and ended.stderr.count("\n") == 1
 
 
 def test_a_workers_failures_are_told_apart(capfd):

@@ -26,11 +26,13 @@ from ..reasoner import folder, task
 from ..reasoner.solve import solve, solve_forced
 from ..request import Request
 from . import common, grading, plots, selections
-from .common import listed
+from .common import listed, refuse
 
 REASONER = dict(model=str(folder()), n=128, policies=[*POLICIES], protect=["prompt", 4], window=16)
-REASONER |= dict(budgets=[48, 64, 96, 128, 192, 256])
-FILE = dict(n=8, policies=["full", "beacon"], protect=["prompt"], window=32, budgets=[2048])
+REASONER |= dict(budgets=[48, 64, 96, 128, 192, 256], length=768)
+FILE = dict(n=8, policies=["full", "beacon"], protect=["prompt"], window=32, budgets=[2048], length=None)
+OF_REASONER = ("length", "no_recitation", "teacher_forced")  # options that a file's problems do not have
+OF_FILE = ("paper", "max_tokens", "temperature", "top_p", "raw")
 PAPER = dict(temperature=0.6, top_p=0.95, top_k=0, min_p=0.0, max_tokens=32768)  # section 5.1
 _json = partial(json.dumps, sort_keys=True, ensure_ascii=False)
 FINDERS = ("fps", "random", *selections.SELECTIONS)  # of beacons
@@ -49,7 +51,7 @@ def add_arguments(p: ArgumentParser) -> None:
     add("--protect", type=prompt_or_number, metavar="A,B", help="default: prompt,4; for a file prompt")
     add("--window", type=int, help="newest tokens that always stay (default: 16; for a file 32)")
     add = p.add_argument_group("the reasoner's problems").add_argument
-    add("--length", type=int, default=768, help="tokens of prompt and trace (default: %(default)s)")
+    add("--length", type=int, help="tokens of prompt and trace (default: 768)")
     add("--no-recitation", action="store_true", help="the variant whose facts are not looked up at the start")
     add("--teacher-forced", action="store_true", help="feed the true trace, grade what would have been said")
     add = p.add_argument_group("variants of beacon; then --policies only if named").add_argument
@@ -141,9 +143,15 @@ def _variants(options: Namespace) -> Iterator[tuple[str, Policy, str | None]]:
 def run(options: Namespace) -> dict[str, Any]:
     """Measure every cell: a row each, with means and their 95 % intervals over problems."""
     o, on_file = options, options.problems is not None
+    if on_file:
+        refuse(o, OF_REASONER, "only the reasoner's problems have it, not those of --problems")
+    else:
+        refuse(o, OF_FILE, "only for --problems; the reasoner's are greedy and of one length")
     ablated = o.splits or o.pooling or o.select or o.windows or o.buffers
     defaults = (FILE if on_file else REASONER) | ({"policies": []} if ablated else {})
     o = Namespace(**vars(o) | defaults | {name: v for name, v in vars(o).items() if v is not None})
+    if min(o.n, o.batch) < 1:
+        raise ValueError(f"n={o.n}, batch={o.batch}: at least 1 is possible")
     if on_file and not o.model:
         raise ValueError("model=None: --problems needs a model, a folder or a hub id")
     if on_file and set(o.select) & set(selections.SELECTIONS):
@@ -165,6 +173,10 @@ def run(options: Namespace) -> dict[str, Any]:
 def _on_reasoner(cell: Cell, options: Namespace, problems: list[task.Problem], bar: tqdm) -> dict[str, Any]:
     """`look_backs` is the mean of each problem's share, 0 where an output has none."""
     llm, query_bytes = cell.open(options, options.length)
+    if llm.model_config.vocab_size != len(task.WORDS):
+        raise ValueError(
+            f"model={options.model!r} does not speak the reasoner's words; --problems FILE is for it"
+        )
     grades, local = (solve_forced if options.teacher_forced else solve)(llm, problems, bar.update)
     return {
         "look_backs": common.bootstrap([grade.right / max(grade.look_backs, 1) for grade in grades]),

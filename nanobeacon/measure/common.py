@@ -8,7 +8,7 @@ import signal
 import statistics
 import traceback
 import warnings
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,22 @@ def listed(kind: Callable[[str], Any], possible: Collection[str] = ()) -> Callab
         parts = text.split(",")
         if possible and not set(parts) <= set(possible):
             raise ArgumentTypeError(f"{text!r}: possible are {', '.join(possible)}")
-        return [kind(part) for part in parts]
+        try:
+            return [kind(part) for part in parts]
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r}: values between commas, as --help shows") from None
 
     return values
 
 
 names, numbers = listed(str), listed(int)
+
+
+def refuse(options: Namespace, given: Sequence[str], where: str) -> None:
+    """ValueError for an option that somebody gave where it would change nothing."""
+    for name in given:
+        if getattr(options, name) not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')}: {where}")
 
 
 def proc(path: str) -> dict[str, str]:

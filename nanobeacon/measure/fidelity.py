@@ -47,7 +47,7 @@ def add_arguments(p: ArgumentParser) -> None:
 def run(options: Namespace) -> dict[str, Any]:
     """One row a policy and budget: means over prompts with 95 % intervals, those of the KL's difference to
     the first policy's too. ValueError for what is impossible, before anything runs."""
-    if min(options.group, options.limit or 1) < 1:
+    if min(options.group, 1 if options.limit is None else options.limit) < 1:
         raise ValueError(f"group={options.group}, limit={options.limit}: at least 1 is possible")
     for policy, budget in (cells := [(p, b) for b in options.budgets for p in options.policies]):
         settle(policy, budget)

@@ -15,7 +15,7 @@ from nanobeacon.config import read_config
 from nanobeacon.policies import settle
 
 from . import plots
-from .common import columns, names, numbers, show, spread
+from .common import columns, names, numbers, refuse, show, spread
 from .systems import PAGE, System, changed, pages_of, start, systems_of
 
 TABLE_4 = [  # the paper's, Qwen3-4B on an A100 80 GB: policy, budget, batch, tokens/s
@@ -28,16 +28,18 @@ TABLE_4 = [  # the paper's, Qwen3-4B on an A100 80 GB: policy, budget, batch, to
     ("beacon", 1024, 320, 1345.9),
 ]
 GENERATED = 32768  # tokens of a request in Table 4
+DEFAULTS = dict(batch=[8], policies=["full", "beacon"], budgets=[256], vs=[], output_length=512, scale=1)
 
 
 def add_arguments(p: ArgumentParser) -> None:
-    p.set_defaults(prompt_length=64, output_length=512)
-    p.add_argument("--batch", type=numbers, default=[8], metavar="N,N", help="requests at once (default: 8)")
-    p.add_argument("--policies", type=names, default=["full", "beacon"], metavar="A,B", help="full,beacon")
-    p.add_argument("--budgets", type=numbers, default=[256], metavar="N,N", help="default: 256")
-    p.add_argument("--vs", type=names, default=[], metavar="A,B", help="transformers, kvpress")
+    p.set_defaults(prompt_length=64)
+    p.add_argument("--output-length", type=int, help="tokens (default: 512)")
+    p.add_argument("--batch", type=numbers, metavar="N,N", help="requests at once (default: 8)")
+    p.add_argument("--policies", type=names, metavar="A,B", help="default: full,beacon")
+    p.add_argument("--budgets", type=numbers, metavar="N,N", help="default: 256")
+    p.add_argument("--vs", type=names, metavar="A,B", help="transformers, kvpress")
     p.add_argument("--table4", action="store_true", help="the paper's Table 4, mostly with --preset qwen3-4b")
-    p.add_argument("--scale", type=int, default=1, help="divides Table 4's batch, budget and output length")
+    p.add_argument("--scale", type=int, help="divides Table 4's batch, budget and output length")
     p.add_argument("--max-batch", action="store_true", help="the largest batch that fits, for each policy")
     p.add_argument(
         "--memory", type=float, metavar="GB", help="of --max-batch (default: 80 %% of what is free)"
@@ -46,6 +48,17 @@ def add_arguments(p: ArgumentParser) -> None:
 
 def run(options: Namespace) -> dict[str, Any]:
     """One row for each system and batch. ValueError for whatever cannot be measured."""
+    if options.table4:
+        fixed = ("max_batch", "batch", "policies", "budgets", "vs", "output_length")
+        refuse(options, fixed, "Table 4 has its own; --scale divides them")
+    else:
+        refuse(options, ("scale",), "only --table4 can be scaled")
+    if options.max_batch:
+        refuse(options, ("batch", "vs"), "--max-batch looks for the engine's own")
+    else:
+        refuse(options, ("memory",), "only --max-batch asks for it")
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    options = Namespace(**vars(options) | DEFAULTS | given)
     if min(*options.batch, options.scale) < 1:
         raise ValueError(f"batch={options.batch}, scale={options.scale}: numbers of at least 1 are possible")
     systems, rows = systems_of(options.policies, options.budgets, options.vs), []
