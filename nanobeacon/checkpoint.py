@@ -5,7 +5,6 @@ that the index names or model.safetensors alone, and headers are checked before 
 
 import json
 import math
-import mmap
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -81,13 +80,23 @@ class Checkpoint:
         kind = mode(info.dtype for info in self.tensors.values())
         return {"BF16": "bfloat16", "F16": "float16"}.get(kind, "float32")
 
-    def mapped(self, name: str) -> Tensor:
-        """A tensor as it lies in its file: only what is read of it takes memory."""
-        info = self.tensors[name]
-        with open(info.file, "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        count, dtype = math.prod(info.shape), DTYPES[info.dtype]
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=info.offset).view(info.shape)
+    def rows(self, name: str, dtype: torch.dtype) -> "Rows | None":
+        """A matrix left in its file, whose rows are read when they are asked for; None for another dtype."""
+        possible = DTYPES[self.tensors[name].dtype] == dtype and hasattr(os, "pread")
+        return Rows(self.tensors[name]) if possible else None
+
+
+class Rows:
+    """rows(ids [T]) -> [T, columns], of the file's dtype. Read, not mapped: pages touched count as memory."""
+
+    def __init__(self, info: TensorInfo) -> None:
+        self.dtype, self._offset = DTYPES[info.dtype], info.offset
+        self._row_bytes, self._file = info.shape[1] * self.dtype.itemsize, open(info.file, "rb")
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        size, file = self._row_bytes, self._file.fileno()
+        rows = bytearray().join(os.pread(file, size, self._offset + row * size) for row in ids.tolist())
+        return torch.frombuffer(rows, dtype=self.dtype).view(len(ids), -1)
 
 
 def load_into(views: Mapping[str, Tensor], checkpoint: Checkpoint, progress: bool = True) -> None:

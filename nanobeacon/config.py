@@ -65,7 +65,8 @@ def read_json(path: Path, optional: bool = False) -> dict:
         if isinstance(content := json.loads(path.read_text(encoding="utf-8")), dict):
             return content
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+        kind = "" if isinstance(error, OSError) else " as JSON"
+        raise ValueError(f"{path} cannot be read{kind}: {error}") from None
     raise ValueError(f"{path} must hold a JSON object, not {content!r:.80}")
 
 

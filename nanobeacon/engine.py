@@ -52,7 +52,7 @@ class Engine:
         self, model: Decoder, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
     ) -> None:
         self.model, self.config, self.tokenizer, self.eos_token_ids = model, config, tokenizer, eos_token_ids
-        shape, device, dtype = model.config, model.embedding.device, model.embedding.dtype
+        shape, device, dtype = model.config, model.device, model.dtype
         rows, page_size = config.max_num_seqs + 1, config.page_size
         self.max_model_len = config.max_model_len or shape.max_position_embeddings
         self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
@@ -80,7 +80,7 @@ class Engine:
 
     def _pages_that_fit(self, pages_each: int) -> int:
         """GPU: `gpu_memory` of what is free now; CPU: what `max_num_seqs` requests need, CPU_POOL at most."""
-        device, page_bytes = self.model.embedding.device, self.page_bytes
+        device, page_bytes = self.model.device, self.page_bytes
         if device.type == "cuda":
             room = int(torch.cuda.mem_get_info(device)[0] * self.config.gpu_memory)
         else:

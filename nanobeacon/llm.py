@@ -77,7 +77,7 @@ class LLM:
         decoder = Decoder(shape, kind, place, page_size)
         if checkpoint is not None:
             load_into(decoder.weights(), checkpoint, progress=progress)
-            decoder.pack(checkpoint.mapped("model.embed_tokens.weight"))
+            decoder.pack(checkpoint.rows("model.embed_tokens.weight", kind))
         else:
             _fill_with_noise(decoder, seed or 0)
             decoder.pack()
@@ -249,7 +249,7 @@ def _dtype(dtype: Any, checkpoint: str | None, place: torch.device) -> torch.dty
 
 def _fill_with_noise(model: Decoder, seed: int) -> None:
     """Random weights of a plausible size, the same for the same seed: for benchmarks without a download."""
-    generator = torch.Generator(device=model.embedding.device).manual_seed(seed)
+    generator = torch.Generator(device=model.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1)

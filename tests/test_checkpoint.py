@@ -286,12 +286,14 @@ def test_loading_takes_less_than_a_tenth_beside_the_model(tmp_path):
     assert 0.95 < float(finished.stdout) < 1.1
 
 
-def test_a_mapped_tensor_is_the_one_in_the_file(tmp_path):
+def test_rows_left_in_the_file_are_those_of_the_tensor(tmp_path):
+    ids = torch.tensor([3, 0, 39, 3])
     for dtype in (torch.bfloat16, torch.float32):
         tensors = {"odd": random(3, 5).to(dtype), "embedding": random(40, 8).to(dtype)}
         save_file(tensors, tmp_path / "model.safetensors")
-        mapped = Checkpoint(tmp_path).mapped("embedding")
-        assert mapped.dtype == dtype and torch.equal(mapped, tensors["embedding"])
+        rows = Checkpoint(tmp_path).rows("embedding", dtype)(ids)
+        assert rows.dtype == dtype and torch.equal(rows, tensors["embedding"][ids])
+        assert Checkpoint(tmp_path).rows("embedding", torch.float16) is None
 
 
 # From a name to a folder

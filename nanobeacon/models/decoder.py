@@ -3,6 +3,8 @@
 Knows no requests, no sampling and no files. What differs between families are flags of `ModelConfig`; where a
 checkpoint's tensors go is told by `weights`."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,9 +55,13 @@ class Layer(nn.Module):
 
     def forward(self, layer: int, hidden: Tensor, rotation, batch: Batch, cache, queries, kernels) -> Tensor:
         """hidden float32 [T, hidden] -> the same; stores this layer's keys, values and queries on the way."""
+        hidden += self._attend(layer, hidden, rotation, batch, cache, queries, kernels)
+        hidden += self._mlp(hidden)
+        return hidden
+
+    def _attend(self, layer: int, hidden: Tensor, rotation, batch: Batch, cache, queries, kernels) -> Tensor:
         c = self.config
-        x = rms_norm(hidden, self.input_norm, self.eps)
-        qkv = self.qkv(x).view(len(x), -1, c.head_dim)
+        qkv = self.qkv(rms_norm(hidden, self.input_norm, self.eps)).view(len(hidden), -1, c.head_dim)
         if c.qk_norm:
             q, k, v = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
@@ -69,11 +75,11 @@ class Layer(nn.Module):
             q, keys, values, batch.page_table, batch.cached_lengths, batch.cu_seqlens,
             batch.max_query_length, batch.max_cached_length, c.head_dim**-0.5, batch.runs,
         )  # fmt: skip
-        hidden += self.o(attended.flatten(1))
-        x = rms_norm(hidden, self.post_norm, self.eps)
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        hidden += self.down(F.silu(gate) * up)
-        return hidden
+        return self.o(attended.flatten(1))
+
+    def _mlp(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps)).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))
 
 
 class Decoder(nn.Module):
@@ -81,7 +87,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtype, self.device, self.rows = config, dtype, device, None
         self.kernels = choose(device, config.head_dim, page_size)
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
         shape = (config.vocab_size, config.hidden_size)
@@ -99,15 +105,15 @@ class Decoder(nn.Module):
             views |= {f"model.layers.{i}.{name}": view for name, view in layer.weights().items()}
         return views
 
-    def pack(self, embedding: Tensor | None = None) -> None:
+    def pack(self, rows: Callable[[Tensor], Tensor] | None = None) -> None:
         """Once loaded: on a CPU without bf16 instructions, lay bf16 matrices out so that they multiply fast.
-        Activations are then float32; cache and embedding stay bf16. `embedding`: where its rows can be read
-        instead, so that it need not be in memory beside a tied head. `weights()` has no views afterwards."""
-        if not packing_pays(self.embedding.dtype, self.embedding.device):
+        Activations are then float32, the cache stays bf16. `rows`: where a tied embedding's rows, ids -> bf16
+        [T, hidden], can be had, so that it need not be in memory twice. `weights()` has no views any more."""
+        if not packing_pays(self.dtype, self.device):
             return
         self.head.pack()
-        if embedding is not None and embedding.dtype == self.embedding.dtype:
-            self.embedding = nn.Parameter(embedding, requires_grad=False)
+        if self.config.tied and rows is not None:
+            self.embedding, self.rows = None, rows
         for module in self.layers.modules():
             if isinstance(module, Linear):
                 module.pack()
@@ -120,7 +126,9 @@ class Decoder(nn.Module):
         cache.store_positions(batch.positions, batch.slots)
         queries.store_positions(batch.observation, batch.positions)
         rotation = self.rope.cos_sin(batch.positions, batch.rope_lengths)
-        hidden = F.embedding(batch.token_ids, self.embedding).float()  # sums over layers stay in float32
+        ids = batch.token_ids
+        hidden = self.rows(ids) if self.rows is not None else F.embedding(ids, self.embedding)
+        hidden = hidden.float()  # sums over layers stay in float32
         for i, layer in enumerate(self.layers):
             hidden = layer(i, hidden, rotation, batch, cache, queries, self.kernels)
         return rms_norm(hidden, self.norm, self.layers[-1].eps)
