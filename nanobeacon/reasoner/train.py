@@ -1,12 +1,12 @@
 """Trains the reasoner: python -m nanobeacon.reasoner.train --out FOLDER [--seed S] [--init FOLDER]
 
 Writes an ordinary Hugging Face folder. Everything is counted in steps, never in seconds, so a seed names
-one run (up to the last bits, which the number of threads and the build of torch move). About half an hour
+one run (up to the last bits, which the number of threads and the build of torch move). About forty minutes
 on one core. Needs transformers (the test extra); knows nothing about the engine, which only reads what this
 wrote.
 
 The weights are stored in bf16 to be small; the config asks for float32 arithmetic. The shipped checkpoint is
-seed 1 after the curriculum alone, before fine-tuning.
+seed 1.
 """
 
 import argparse
