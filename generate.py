@@ -92,7 +92,7 @@ def demonstrate(options: argparse.Namespace) -> int:
             raise ValueError(f"{option} needs --model or a prompt: without them this is a demonstration")
     from nanobeacon.reasoner import demo
 
-    logging.getLogger("nanobeacon").setLevel(logging.WARNING)  # five models' sizes are of no interest here
+    logging.getLogger("nanobeacon").setLevel(logging.WARNING)  # not five models' sizes
     return demo.run(**({} if options.budget is None else {"budget": options.budget}))
 
 

@@ -34,9 +34,8 @@ def run(stream: TextIO | None = None, budget: int = 64) -> int:
     say, (right, wrong) = partial(print, file=stream, flush=True), _marks(stream)
     (problem,) = task.problems(1, LENGTH, SEED)
     say(f"{INTRODUCTION}\n")
-    say(
-        f"Under beacon, with the prompt and at most {min(budget, len(problem.trace))} of {len(problem.trace)} tokens in the cache:"
-    )
+    length = len(problem.trace)
+    say(f"Under beacon, with the prompt and at most {min(budget, length)} of {length} tokens in the cache:")
     say(f"look-backs are {right('right')} or {wrong('wrong')}.\n\n{task.decode(problem.prompt)}", end="")
     beacon = _open("beacon", budget)
     written = list(_shown(beacon, problem, say, right, wrong))
