@@ -92,13 +92,13 @@ def demonstrate(options: argparse.Namespace) -> int:
             raise ValueError(f"{option} needs --model or a prompt: without them this is a demonstration")
     from nanobeacon.reasoner import demo
 
-    logging.getLogger("nanobeacon").setLevel(logging.WARNING)  # not five models' sizes
     return demo.run(**({} if options.budget is None else {"budget": options.budget}))
 
 
 def load(options: argparse.Namespace) -> Any:
     from nanobeacon import LLM
 
+    logging.getLogger("nanobeacon").setLevel(logging.INFO)
     names = ("device", "dtype", "seed", "budget", "policy", "window", "beacons", "recents")
     chosen = {name: getattr(options, name) for name in names}
     protect = int(options.protect) if options.protect.lstrip("-").isdigit() else options.protect
@@ -222,7 +222,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # which nothing here needs
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("nanobeacon").setLevel(logging.INFO)
     try:
         params(options)  # what is wrong with them is said before a model is loaded
         if options.chat and (options.n != 1 or options.raw):
