@@ -350,3 +350,15 @@ def case_a_whole_generation_with_evictions(tmp_path, monkeypatch):
         results.append([(o.token_ids, [event.kept.tolist() for event in o.trace]) for o in outputs])
     assert results[0] == results[1]
     assert len(results[0][0][1]) == 2
+
+
+def case_a_generation_in_bf16(tmp_path):
+    """There the matrices stay as they are: the kernels want queries and cache in one dtype."""
+    from tiny import prompt_of, tiny_folder
+
+    from nanobeacon import LLM, SamplingParams
+
+    folder = tiny_folder(tmp_path, "llama", num_hidden_layers=1)
+    llm = LLM(folder, device="cpu", dtype="bfloat16")
+    (output,) = llm.generate([prompt_of(9)], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert output.error is None and len(output.token_ids) == 4 and llm.engine.model.kernels is not reference

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..batch import Batch
 from ..cache import KVCache, QueryBuffer
 from ..config import ModelConfig
-from ..kernels import choose
+from ..kernels import choose, reference
 from ..rope import Rope
 from .layers import Linear, packing_pays, rms_norm, weight
 
@@ -109,8 +109,8 @@ class Decoder(nn.Module):
         """Once loaded: on a CPU without bf16 instructions, lay bf16 matrices out so that they multiply fast.
         Activations are then float32, the cache stays bf16. `rows`: where a tied embedding's rows, ids -> bf16
         [T, hidden], can be had, so that it need not be in memory twice. `weights()` has no views any more."""
-        if not packing_pays(self.dtype, self.device):
-            return
+        if self.kernels is not reference or not packing_pays(self.dtype, self.device):
+            return  # Triton's kernels, interpreted on a CPU, want q and the cache in one dtype
         self.head.pack()
         if self.config.tied and rows is not None:
             self.embedding, self.rows = None, rows
