@@ -15,7 +15,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ TIMED = ("throughput", "crossover")  # those that run any model's shape
 def command_of(arguments: Sequence[str]) -> str:
     """The subcommand; without any, the tour."""
     commands = "\n".join(f"  {name:11}{text}" for name, text in COMMANDS.items())
-    layout = argparse.RawDescriptionHelpFormatter
-    top = Parser(prog="bench.py", description=__doc__.splitlines()[0], formatter_class=layout)
+    top = Parser("bench.py", description=__doc__.splitlines()[0])
+    top.formatter_class = argparse.RawDescriptionHelpFormatter
     top.usage, top.epilog = "bench.py [SUBCOMMAND] [--help] ...", f"subcommands:\n{commands}"
     top.add_argument("command", nargs="?", default="tour", choices=COMMANDS, help=argparse.SUPPRESS)
     return top.parse_args(arguments[:1]).command
@@ -74,9 +74,9 @@ def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
         raise ValueError(f"--plot {options.plot}: a .svg or .html file in an existing folder is possible")
     if options.plot and not hasattr(module, "charts"):
         raise ValueError(f"--plot {options.plot}: {command} has nothing to draw")
-    options.threads = torch.get_num_threads() if options.threads is None else options.threads
-    if options.threads < 1:
+    if options.threads is not None and options.threads < 1:
         raise ValueError(f"--threads {options.threads}: at least 1 is possible")
+    options.threads = options.threads or torch.get_num_threads()
     return options
 
 
@@ -123,30 +123,33 @@ class Kernels:
 
     @staticmethod
     def add_arguments(p: argparse.ArgumentParser) -> None:
-        p.add_argument("--device", default="auto", help="auto, cpu, cuda: each kernel's time there")
+        p.add_argument("--device", help="auto, cpu, cuda: each kernel's time there")
         p.add_argument("--aot", action="store_true", help="compile for sm_80, sm_90, gfx942; needs no GPU")
         p.add_argument("--roofline", action="store_true", help="bytes, operations and floors, from shapes")
 
     @staticmethod
     def run(options: Namespace) -> dict[str, Any]:
-        from nanobeacon.measure import kernels
+        from nanobeacon.measure import common, kernels
 
+        if options.roofline or options.aot:
+            common.refuse(options, ("device",), "what --roofline and --aot say comes from shapes")
         found = kernels.roofline() if options.roofline else {}
         found |= {"kernels": kernels.aot()} if options.aot else {}
-        return found or {"times": kernels.timings(device_of(options.device))}
+        return found or {"times": kernels.timings(device_of(options.device or "auto"))}
 
     @staticmethod
     def table(result: dict[str, Any]) -> str:
         from nanobeacon.measure.common import columns
 
-        parts = []
-        for name in ("times", "floors", "table4", "kernels"):
-            if rows := result.get(name):
-                parts.append(f"{name}\n{columns(list(rows[0]), [list(row.values()) for row in rows])}")
-        return "\n\n".join(parts)
+        found = [(name, result[name]) for name in ("times", "floors", "table4", "kernels") if name in result]
+        return "\n\n".join(
+            f"{n}\n{columns(list(rows[0]), [list(r.values()) for r in rows])}" for n, rows in found
+        )
 
 
 def device_of(device: str) -> str:
+    if device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {device}: possible are auto, cpu, cuda and cuda:N")
     if not torch.cuda.is_available() and device.startswith("cuda"):
         raise ValueError(f"--device {device}: this machine has no CUDA device")
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -159,10 +162,8 @@ def record(options: Namespace) -> dict[str, Any]:
 
     versions = {"nanobeacon": nanobeacon.__version__, "python": platform.python_version()}
     for name in ("torch", "triton", "safetensors", "transformers", "kvpress"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     machine = {
         "system": platform.platform(),
         "cpu": proc("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine(),
@@ -171,14 +172,14 @@ def record(options: Namespace) -> dict[str, Any]:
         "memory_bytes": proc_bytes("/proc/meminfo", "MemTotal"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    said = {"versions": versions, "machine": machine, "threads": options.threads}
-    return said | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"versions": versions, "machine": machine, "threads": options.threads, "date": date}
 
 
 def heading(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
-    cpu = f"{machine['cpu']} ({machine['cpu_capability']}), {result['threads']} threads"
-    place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else cpu
+    place = f"{machine['cpu']} ({machine['cpu_capability']}), {result['threads']} threads"
+    place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else place
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
     model = f"{Path(result['model']).name} " if result.get("model") else ""
     return f"{result['bench']}: {model}on {place}; {packages}; {result['date'][:10]}"
@@ -203,8 +204,8 @@ def measure(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     if options.plot:
         from nanobeacon.measure.plots import figure
 
-        html = options.plot.suffix == ".html"
-        options.plot.write_text(figure(module.charts(result), html), encoding="utf-8")
+        drawn = figure(module.charts(result), options.plot.suffix == ".html")
+        options.plot.write_text(drawn, encoding="utf-8")
         print(f"Charts: {options.plot}", flush=True)
     return result
 
@@ -214,8 +215,6 @@ def tour(arguments: Sequence[str]) -> dict[str, Any]:
     from nanobeacon.reasoner import folder
 
     Parser(prog="bench.py tour", description=COMMANDS["tour"]).parse_args(arguments)
-    if not (folder() / "config.json").exists():
-        raise ValueError(f"the embedded reasoner is missing: no checkpoint in {folder()}")
     parts = []
     for line in TOUR:
         command, *rest = line.split()
@@ -234,15 +233,17 @@ def main(arguments: list[str] | None = None) -> int:
         result = tour(arguments[1:]) if command == "tour" else measure(command, arguments[1:])
         print(json.dumps(result), flush=True)
         return 0
-    except (ValueError, RuntimeError) as error:  # a user's mistake, or a worker that failed
+    except (
+        ValueError,
+        RuntimeError,
+        OSError,
+    ) as error:  # a user's mistake; a worker or an output that failed
+        if isinstance(error, OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
-    except OSError as error:  # the output cannot be written, or its reader has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"bench.py: {error}", file=sys.stderr)
-        return 1
 
 
 if __name__ == "__main__":

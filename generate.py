@@ -36,9 +36,7 @@ def parser() -> Parser:
         prog="generate.py",
         description="Generate text with a Qwen3, Qwen2 or Llama checkpoint, its KV cache within a budget.",
     )
-    p.add_argument(
-        "--model", help=f"folder or hub id (default with a prompt: {DEFAULT_MODEL}; else a demonstration)"
-    )
+    p.add_argument("--model", help=f"folder or hub id (with a prompt {DEFAULT_MODEL}, else a demonstration)")
     what = p.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT")
     what.add_argument("--prompt-file", metavar="FILE", help="- is standard input")
@@ -73,13 +71,14 @@ def read_prompt(options: argparse.Namespace) -> str | None:
     if options.prompt is not None:
         return options.prompt
     path = "-" if options.stdin else options.prompt_file
-    if path not in (None, "-"):
-        try:
+    try:
+        if path not in (None, "-"):
             with open(path, encoding="utf-8") as file:
                 return file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompt-file {path}: {error}") from error
-    text = sys.stdin.read() if path == "-" or not sys.stdin.isatty() else ""
+        text = sys.stdin.read() if path == "-" or not sys.stdin.isatty() else ""
+        text.encode()  # what could not be decoded may have become surrogates
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--prompt-file {path or '-'}: {error}") from error
     return text if text.strip() else None
 
 

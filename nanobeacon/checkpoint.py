@@ -90,12 +90,14 @@ class Rows:
     """rows(ids [T]) -> [T, columns], of the file's dtype. Read, not mapped: pages touched count as memory."""
 
     def __init__(self, info: TensorInfo) -> None:
-        self.dtype, self._offset = DTYPES[info.dtype], info.offset
+        self.dtype, self._offset, self._path = DTYPES[info.dtype], info.offset, info.file
         self._row_bytes, self._file = info.shape[1] * self.dtype.itemsize, open(info.file, "rb")
 
     def __call__(self, ids: Tensor) -> Tensor:
         size, file = self._row_bytes, self._file.fileno()
         rows = bytearray().join(os.pread(file, size, self._offset + row * size) for row in ids.tolist())
+        if len(rows) != size * len(ids):
+            raise ValueError(f"{self._path} was cut short while its model is in use")
         return torch.frombuffer(rows, dtype=self.dtype).view(len(ids), -1)
 
 

@@ -274,7 +274,7 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
 
     monkeypatch.setattr(reasoner, "folder", lambda: tmp_path)
     status, _, _, err = run()
-    assert status == 2 and "reasoner" in err
+    assert status == 2 and "config.json" in err and err.count("\n") == 1
     monkeypatch.setattr(reasoner, "folder", lambda: fidelity.Path(folder))
     line = "throughput --model {reasoner} --batch 2 --output-length 8 --repeats 1 " + CPU
     monkeypatch.setattr(bench, "TOUR", (line,))
@@ -300,6 +300,12 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("throughput --table4 --scale 0", "at least 1"),
         ("throughput --table4 --budgets 64", "--budgets: Table 4"),
         ("throughput --table4 --output-length 64", "--output-length: Table 4"),
+        ("throughput --policies full --budgets 64", "--budgets: none of"),
+        ("throughput --device foo", "cuda:N"),
+        ("kernels --device foo", "cuda:N"),
+        ("kernels --roofline --device cpu", "--device: what"),
+        ("crossover --policies full", "a policy that evicts"),
+        ("crossover --budgets 400 --output-length 400", "400 output tokens never reach it"),
         ("throughput --scale 2", "--scale: only --table4"),
         ("throughput --memory 2", "--memory: only --max-batch"),
         ("throughput --max-batch --vs transformers", "--vs: --max-batch"),

@@ -294,6 +294,10 @@ def test_rows_left_in_the_file_are_those_of_the_tensor(tmp_path):
         rows = Checkpoint(tmp_path).rows("embedding", dtype)(ids)
         assert rows.dtype == dtype and torch.equal(rows, tensors["embedding"][ids])
         assert Checkpoint(tmp_path).rows("embedding", torch.float16) is None
+        rows = Checkpoint(tmp_path).rows("embedding", dtype)
+        os.truncate(tmp_path / "model.safetensors", 400)
+        with pytest.raises(ValueError, match="cut short"):
+            rows(ids)
 
 
 # From a name to a folder

@@ -274,6 +274,8 @@ def test_an_error_in_a_step_ends_what_ran_in_it_and_leaves_no_trace(tmp_path):
 
 def test_calls_that_are_refused_or_never_read_leave_nothing_queued(tmp_path):
     llm = LLM(text_folder(tmp_path), dtype="float32", device="cpu")
+    with pytest.raises(ValueError, match="a list of as many"):
+        llm.score("abc", ["d"])
     with pytest.raises(ValueError, match="continuations"):
         llm.score([[5, 6], [7]], [[8, 9], []])
     with pytest.raises(ValueError, match="token id"):

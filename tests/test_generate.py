@@ -50,6 +50,15 @@ def test_an_empty_pipe_means_the_example_and_stderr_says_so(folder):
     assert done.returncode == 0 and "built-in example" in done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8:surrogateescape"])
+def test_a_pipe_that_is_no_text_is_said_so(folder, encoding):
+    command = [sys.executable, "generate.py", "--model", str(folder), "-"]
+    given = {"input": b"\xff\xfe bad", "env": ENVIRONMENT | {"PYTHONIOENCODING": encoding}}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, **given)
+    assert done.returncode == 2 and done.stderr.startswith(b"generate.py: --prompt-file -: 'utf-8' codec")
+    assert done.stderr.count(b"\n") == 1
+
+
 def test_json_is_one_object_a_completion(folder):
     done = run(
         folder,

@@ -24,7 +24,7 @@ def listed(kind: Callable[[str], Any], possible: Collection[str] = ()) -> Callab
         if possible and not set(parts) <= set(possible):
             raise ArgumentTypeError(f"{text!r}: possible are {', '.join(possible)}")
         try:
-            return [kind(part) for part in parts]
+            return list(dict.fromkeys(kind(part) for part in parts))  # named twice is measured once
         except ValueError:
             raise ArgumentTypeError(f"{text!r}: values between commas, as --help shows") from None
 

@@ -31,6 +31,11 @@ def run(options: Namespace) -> dict[str, Any]:
     if min(*options.batch, options.turn) < 1:
         raise ValueError(f"batch={options.batch}, turn={options.turn}: numbers of at least 1 are possible")
     policies, rows = [policy for policy in options.policies if policy != "full"], []
+    if not policies:
+        raise ValueError("policies=full: a policy that evicts is needed, to be compared with it")
+    if max(options.budgets) >= options.output_length:
+        said = f"budgets={max(options.budgets)}: {options.output_length} output tokens never reach it"
+        raise ValueError(f"{said}; smaller ones or a longer --output-length are possible")
     systems = systems_of(["full", *policies], options.budgets, [])
     for batch in options.batch:
         lengths, curves, reports = _curves(systems, changed(options, batch=batch))

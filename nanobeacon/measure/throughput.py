@@ -57,6 +57,8 @@ def run(options: Namespace) -> dict[str, Any]:
         refuse(options, ("batch", "vs"), "--max-batch looks for the engine's own")
     else:
         refuse(options, ("memory",), "only --max-batch asks for it")
+    if options.policies and set(options.policies) == {"full"} and "kvpress" not in (options.vs or []):
+        refuse(options, ("budgets",), "none of the policies has a budget")
     given = {name: value for name, value in vars(options).items() if value is not None}
     options = Namespace(**vars(options) | DEFAULTS | given)
     if min(*options.batch, options.scale) < 1:

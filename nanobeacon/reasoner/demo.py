@@ -33,11 +33,11 @@ def run(stream: TextIO | None = None, budget: int = 64) -> int:
     stream = stream or sys.stdout
     say, (right, wrong) = partial(print, file=stream, flush=True), _marks(stream)
     (problem,) = task.problems(1, LENGTH, SEED)
+    beacon = _open("beacon", budget)
     say(f"{INTRODUCTION}\n")
     length = len(problem.trace)
     say(f"Under beacon, with the prompt and at most {min(budget, length)} of {length} tokens in the cache:")
     say(f"look-backs are {right('right')} or {wrong('wrong')}.\n\n{task.decode(problem.prompt)}", end="")
-    beacon = _open("beacon", budget)
     written = list(_shown(beacon, problem, say, right, wrong))
     say(f"\n\n{'':8}look-backs right   first slip   tokens cached        KV    queries")
     for policy in POLICIES:
