@@ -114,7 +114,8 @@ def settled(options: Namespace) -> Iterator[Namespace]:
         job.device = device_of(job.device)
         if job.dtype == "auto":
             job.dtype = read_config(job.model).dtype or "bfloat16"
-        job.dtype = "bfloat16" if (job.device, job.dtype) == ("cpu", "float16") else job.dtype
+        if (job.device, job.dtype) == ("cpu", "float16"):
+            job.dtype = "bfloat16"  # as the engine does
         yield job
 
 
@@ -178,8 +179,8 @@ def record(options: Namespace) -> dict[str, Any]:
 
 def heading(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
-    place = f"{machine['cpu']} ({machine['cpu_capability']}), {result['threads']} threads"
-    place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else place
+    cpu = f"{machine['cpu']} ({machine['cpu_capability']}), {result['threads']} threads"
+    place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else cpu
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
     model = f"{Path(result['model']).name} " if result.get("model") else ""
     return f"{result['bench']}: {model}on {place}; {packages}; {result['date'][:10]}"
@@ -233,11 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
         result = tour(arguments[1:]) if command == "tour" else measure(command, arguments[1:])
         print(json.dumps(result), flush=True)
         return 0
-    except (
-        ValueError,
-        RuntimeError,
-        OSError,
-    ) as error:  # a user's mistake; a worker or an output that failed
+    except (ValueError, RuntimeError, OSError) as error:  # a mistake; a worker or an output that failed
         if isinstance(error, OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)

@@ -136,12 +136,10 @@ class LLM:
 
         on_logits(request, index, logits) sees every distribution, float32 [vocabulary].
         """
-        if isinstance(prompts, str) and isinstance(continuations, str):
+        alone, needed = isinstance(prompts, str), "a list of as many as there are prompts is needed"
+        check(alone == isinstance(continuations, str), "continuations", continuations, needed)
+        if alone:
             prompts, continuations = [prompts], [continuations]
-        alone = [isinstance(given, str) for given in (prompts, continuations)]
-        check(
-            not any(alone), "continuations", continuations, "a list of as many as there are prompts is needed"
-        )
         check(len(prompts) == len(continuations), "continuations", continuations, "one a prompt is needed")
         ids, given = [self._ids(p) for p in prompts], [self._ids(c, special=False) for c in continuations]
         for i, forced in enumerate(given):

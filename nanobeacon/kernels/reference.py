@@ -69,7 +69,12 @@ def _attend_alike(q: Tensor, keys: Tensor, values: Tensor, runs: list, length: i
     size, first = (count, num_kv_heads, length, head_dim), runs[0] * head_dim
     k = keys.as_strided(size, stride, keys.storage_offset() + first)
     v = values.as_strided(size, stride, values.storage_offset() + first)
-    grouped = q.to(k.dtype).view(count, num_kv_heads, -1, head_dim)
+    return _attend_once(q, k, v, scale)
+
+
+def _attend_once(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One query each: q [R, H, D] over k, v [R, K, S, D], in their dtype; a group shares one pass over it."""
+    grouped = q.to(k.dtype).view(len(q), k.shape[1], -1, k.shape[-1])
     return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape).to(q.dtype)
 
 
@@ -82,12 +87,10 @@ def _slots_of(cache: Tensor, pages: Tensor, length: int, first: int | None) -> T
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [n, H, D] over k, v [K, S, D], the last query sees all S slots; a group shares one pass over k, v."""
+    """q [n, H, D] over k, v [K, S, D], the last query sees all S slots."""
     (count, num_heads, _), (num_kv_heads, length, _) = q.shape, k.shape
     if count == 1:
-        grouped = q.to(k.dtype).unflatten(1, (num_kv_heads, -1))
-        out = F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale)
-        return out.reshape(q.shape).to(q.dtype)
+        return _attend_once(q, k[None], v[None], scale)
     heads_first, mask = (x[None].to(q.dtype) for x in (q.transpose(0, 1), k, v)), None
     if count < length:
         mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)

@@ -26,11 +26,11 @@ from ..reasoner import folder, task
 from ..reasoner.solve import solve, solve_forced
 from ..request import Request
 from . import common, grading, plots, selections
-from .common import listed, refuse
+from .common import filled, listed, refuse
 
 REASONER = dict(model=str(folder()), n=128, policies=[*POLICIES], protect=["prompt", 4], window=16)
 REASONER |= dict(budgets=[48, 64, 96, 128, 192, 256], length=768)
-FILE = dict(n=8, policies=["full", "beacon"], protect=["prompt"], window=32, budgets=[2048], length=None)
+FILE = dict(n=8, policies=["full", "beacon"], protect=["prompt"], window=32, budgets=[2048])
 OF_REASONER = ("length", "no_recitation", "teacher_forced")  # options that a file's problems do not have
 OF_FILE = ("paper", "max_tokens", "temperature", "top_p", "raw")
 PAPER = dict(temperature=0.6, top_p=0.95, top_k=0, min_p=0.0, max_tokens=32768)  # section 5.1
@@ -149,7 +149,7 @@ def run(options: Namespace) -> dict[str, Any]:
         refuse(o, OF_FILE, "only for --problems; the reasoner's are greedy and of one length")
     ablated = o.splits or o.pooling or o.select or o.windows or o.buffers
     defaults = (FILE if on_file else REASONER) | ({"policies": []} if ablated else {})
-    o = Namespace(**vars(o) | defaults | {name: v for name, v in vars(o).items() if v is not None})
+    o = filled(o, defaults)
     if min(o.n, o.batch) < 1:
         raise ValueError(f"n={o.n}, batch={o.batch}: at least 1 is possible")
     if on_file and not o.model:

@@ -34,6 +34,12 @@ def listed(kind: Callable[[str], Any], possible: Collection[str] = ()) -> Callab
 names, numbers = listed(str), listed(int)
 
 
+def filled(options: Namespace, defaults: dict[str, Any]) -> Namespace:
+    """The options, with a default for what was not given."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return Namespace(**vars(options) | defaults | given)
+
+
 def refuse(options: Namespace, given: Sequence[str], where: str) -> None:
     """ValueError for an option that somebody gave where it would change nothing."""
     for name in given:

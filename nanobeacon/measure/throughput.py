@@ -15,7 +15,7 @@ from nanobeacon.config import read_config
 from nanobeacon.policies import settle
 
 from . import plots
-from .common import columns, names, numbers, refuse, show, spread
+from .common import columns, filled, names, numbers, refuse, show, spread
 from .systems import PAGE, System, changed, pages_of, start, systems_of
 
 TABLE_4 = [  # the paper's, Qwen3-4B on an A100 80 GB: policy, budget, batch, tokens/s
@@ -57,13 +57,12 @@ def run(options: Namespace) -> dict[str, Any]:
         refuse(options, ("batch", "vs"), "--max-batch looks for the engine's own")
     else:
         refuse(options, ("memory",), "only --max-batch asks for it")
-    if options.policies and set(options.policies) == {"full"} and "kvpress" not in (options.vs or []):
-        refuse(options, ("budgets",), "none of the policies has a budget")
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    options = Namespace(**vars(options) | DEFAULTS | given)
+    asked, options = options, filled(options, DEFAULTS)
     if min(*options.batch, options.scale) < 1:
         raise ValueError(f"batch={options.batch}, scale={options.scale}: numbers of at least 1 are possible")
     systems, rows = systems_of(options.policies, options.budgets, options.vs), []
+    if not any(system.budget for system in systems):
+        refuse(asked, ("budgets",), "none of the policies has a budget")
     if options.table4:
         rows = _table4(options)
     elif options.max_batch:
