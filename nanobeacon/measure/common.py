@@ -43,7 +43,8 @@ def filled(options: Namespace, defaults: dict[str, Any]) -> Namespace:
 def refuse(options: Namespace, given: Sequence[str], where: str) -> None:
     """ValueError for an option that somebody gave where it would change nothing."""
     for name in given:
-        if getattr(options, name) not in (None, False):
+        value = getattr(options, name)
+        if value is not None and value is not False:  # 0 was given
             raise ValueError(f"--{name.replace('_', '-')}: {where}")
 
 
