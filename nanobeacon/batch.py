@@ -23,7 +23,6 @@ class Batch:
     cached_lengths: Tensor  # int32 [R], this step's tokens included
     cu_seqlens: Tensor  # int32 [R + 1]
     page_table: Tensor  # int32 [R, pages of the longest]
-    last_tokens: Tensor  # int64 [R]: the token whose logits continue each request
     max_query_length: int
     max_cached_length: int
     runs: list[int | None] | None  # first slot of each request whose pages are one run; CPU only
@@ -54,7 +53,7 @@ class Batch:
 
         return Batch(
             token_ids=whole(tokens), positions=whole(positions), rope_lengths=whole(rope_lengths),
-            slots=whole(slots), cached_lengths=whole(cached, torch.int32), last_tokens=whole(borders[1:]) - 1,
+            slots=whole(slots), cached_lengths=whole(cached, torch.int32),
             cu_seqlens=whole(borders, torch.int32), max_query_length=max(plan.lengths),
             page_table=cache.page_table[rows, : -(-longest // page_size)], max_cached_length=longest,
             runs=runs, observation=queries.plan(plan),

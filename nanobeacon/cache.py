@@ -91,7 +91,9 @@ class QueryBuffer:
         if self.settings.reduces and plan.prefill:
             return Observation(chunks=self._chunks(plan))
         if self.settings.reduces:
-            rows, slots = [r.row for r in plan.requests], [r.buffer_count for r in plan.requests]
+            pairs = list(zip(plan.requests, plan.lengths, strict=True))
+            rows = [r.row for r, length in pairs for _ in range(length)]
+            slots = [r.buffer_count + i for r, length in pairs for i in range(length)]
             return Observation(torch.tensor(rows, device=device), torch.tensor(slots, device=device))
         writes = torch.tensor(self._writes(plan), dtype=torch.int64, device=device)
         return Observation(writes=tuple(writes.view(-1, 3).T))
@@ -170,8 +172,8 @@ class QueryBuffer:
         for request, chunk in zip(plan.requests, observation.chunks, strict=False):
             request.buffer_count = chunk.kept + chunk.recents
         if observation.rows is not None:
-            for request in plan.requests:
-                request.buffer_count += 1
+            for request, length in zip(plan.requests, plan.lengths, strict=True):
+                request.buffer_count += length
 
     def copy_row(self, source: Request, target: Request) -> None:
         for tensor in (self.buffer, self.positions):

@@ -65,9 +65,10 @@ class Engine:
         most = min(pages_each, num_pages)
         self.cache = KVCache(shape, num_pages + 1, page_size, rows, most, dtype, device)
         budget = config.eviction.budget if config.eviction else None
-        self.scheduler = Scheduler(self.pool, page_size, config.max_num_seqs, config.chunk, budget)
         parts = (self.cache, self.queries)
         self.evictor = Evictor(config.eviction, *parts, model.rope, model.kernels, config.trace)
+        sizes, ahead = (page_size, config.max_num_seqs, config.chunk, budget), self.evictor.ahead
+        self.scheduler = Scheduler(self.pool, *sizes, ahead=ahead)
         self.forward_decode = model
         if config.cuda_graphs and device.type == "cuda":
             self.forward_decode = DecodeGraphs(model, *parts, config.max_num_seqs, most * page_size)
@@ -166,25 +167,37 @@ class Engine:
     def _run(self, plan: Plan) -> list[Request]:
         began = time.perf_counter()
         batch = Batch.build(plan, self.cache, self.queries)
-        forward = self.model if plan.prefill else self.forward_decode
+        forward = self.forward_decode if plan.one_each else self.model
         hidden = forward(batch, self.cache, self.queries)
         self.queries.advance(plan, batch.observation)
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             request.num_computed += length
             request.cached_length += length
         self._count_memory(plan)
-        rows = [i for i, r in enumerate(plan.requests) if r.num_computed == r.num_tokens]
-        ready = [plan.requests[i] for i in rows]
-        forks = self._fork(ready)
-        if ready:
-            index = torch.tensor(rows + [rows[ready.index(r.leader)] for r in forks], device=hidden.device)
-            logits = self.model.logits(hidden[batch.last_tokens[index]], self.vocabulary)
-            self._take_tokens(ready + forks, logits)
+        ready = self._ready(plan)
+        forks = self._fork(list(ready))
+        ready |= {fork: ready[fork.leader] for fork in forks}
+        takers = [(request, token) for request, tokens in ready.items() for token in tokens]
+        if takers:
+            index = torch.tensor([token for _, token in takers], device=hidden.device)
+            logits = self.model.logits(hidden[index], self.vocabulary)
+            self._take_tokens([request for request, _ in takers], logits)
         for request in forks:
             request.leader = None
         self._evict([r for r in plan.requests + forks if r.finish_reason is None], hidden.device)
-        self._count_time(plan, len(ready) + len(forks), time.perf_counter() - began)
-        return ready + forks
+        self._count_time(plan, len(takers), time.perf_counter() - began)
+        return list(ready)
+
+    def _ready(self, plan: Plan) -> dict[Request, range]:
+        """Who gets output tokens from a step, and the tokens of the batch they follow: the last of a prompt,
+        each one of a decode step."""
+        ready, first = {}, 0
+        for request, length in zip(plan.requests, plan.lengths, strict=True):
+            end = first + length
+            if request.num_computed >= request.num_tokens:
+                ready[request] = range(end - 1 if plan.prefill else first, end)
+            first = end
+        return ready
 
     def _evict(self, going_on: list[Request], device: torch.device) -> None:
         began = time.perf_counter()
@@ -209,14 +222,17 @@ class Engine:
         return forks
 
     def _take_tokens(self, requests: list[Request], logits: Tensor) -> None:
-        """Sample a token for each row of logits, and do with it what a request's end demands."""
-        for request, row in zip(requests, logits, strict=True):
-            if request.on_logits is not None:
-                request.on_logits(len(request.output_token_ids), row)
+        """Sample a token for each row of logits, and do with it what a request's end demands. A request with
+        a given output may have several rows, in order."""
         tokens = self._sample(requests, logits)
         self._record_logprobs(requests, logits, tokens)
         broken = ~logits.amax(-1).isfinite()  # one read for both: -1 stands for logits that mean nothing
-        for request, token in zip(requests, tokens.masked_fill_(broken, -1).tolist(), strict=True):
+        tokens = tokens.masked_fill_(broken, -1).tolist()
+        for request, row, token in zip(requests, logits, tokens, strict=True):
+            if request.finish_reason is not None:
+                continue  # an earlier row of this step ended it
+            if request.on_logits is not None:
+                request.on_logits(len(request.output_token_ids), row)
             if token < 0:
                 request.finish_reason, request.error = "error", "the model's logits are not finite"
             else:
@@ -226,17 +242,16 @@ class Engine:
                 self._close(request)
 
     def _sample(self, requests: list[Request], logits: Tensor) -> Tensor:
-        draws = []
+        draws, forced = [], {r for r in requests if r.forced is not None}
         for r in requests:
             p = r.params
-            greedy = p.temperature == 0 or r.forced is not None
+            greedy = p.temperature == 0 or r in forced
             u = 0.0 if greedy else uniform(r.seed, r.completion, r.num_tokens)
             top_k = min(p.top_k, self.vocabulary)
             draws.append(Draw(0.0 if greedy else p.temperature, top_k, p.top_p, p.min_p, u))
-        tokens = sample(logits, draws)
-        for i, r in enumerate(requests):
-            if r.forced is not None:
-                tokens[i] = r.forced[len(r.output_token_ids)]
+        tokens, given = sample(logits, draws), {r: iter(r.forced[len(r.output_token_ids) :]) for r in forced}
+        rows = [i for i, r in enumerate(requests) if r in given]
+        tokens[rows] = tokens.new_tensor([next(given[requests[i]]) for i in rows])
         return tokens
 
     def _record_logprobs(self, requests: list[Request], logits: Tensor, tokens: Tensor) -> None:

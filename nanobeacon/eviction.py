@@ -15,6 +15,7 @@ from .policies import EvictionSettings
 from .request import Request
 from .rope import Rope
 
+AHEAD = 32  # tokens of a given output that one step may feed: their logits are all held at once
 SCRATCH = 512 << 20  # bytes that one group of requests may use for rotated queries and scores
 
 
@@ -48,6 +49,15 @@ class Evictor:
             if full or (r.evictable == settings.freeze and r.buffer_count > settings.policy.beacons):
                 reduce.append(r)
         return reduce, [r for r in requests if r.evictable == settings.budget]
+
+    def ahead(self, request: Request) -> int:
+        """Tokens that a decoding request can take before anything of it is due, AHEAD at most."""
+        if (settings := self.settings) is None:
+            return AHEAD
+        left = [AHEAD, settings.budget - request.evictable]
+        if settings.reduces and request.evictable < settings.freeze:
+            left += [settings.freeze - request.evictable, self.queries.capacity - request.buffer_count]
+        return min(left)
 
     def after_step(self, requests: list[Request]) -> bool:
         """Reduce and evict what is due among the requests that go on after a step; whether anything was."""

@@ -104,6 +104,11 @@ class Request:
         return self.num_computed >= len(self.prompt_token_ids) and self.num_tokens - self.num_computed == 1
 
     @property
+    def num_given(self) -> int:
+        """Of a forced output: tokens that can be fed at once while it decodes; the last is never fed."""
+        return len(self.forced) - len(self.output_token_ids)
+
+    @property
     def evictable(self) -> int:
         """L of section 3: cached tokens that count against the budget, below 0 until the protected are in."""
         return self.cached_length - self.protected
@@ -115,10 +120,10 @@ class Request:
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids of the logical positions [start, stop)."""
-        prompt = len(self.prompt_token_ids)
+        prompt, output = len(self.prompt_token_ids), self.forced or self.output_token_ids
         if start >= prompt:
-            return self.output_token_ids[start - prompt : stop - prompt]
-        return (self.prompt_token_ids[start:stop] + self.output_token_ids[: stop - prompt])[: stop - start]
+            return output[start - prompt : stop - prompt]
+        return (self.prompt_token_ids[start:stop] + output[: max(0, stop - prompt)])[: stop - start]
 
     def append(self, token_id: int) -> None:
         """Take a sampled token; it may end the request (stop strings are decided on the text)."""

@@ -3,6 +3,7 @@
 Knows counts and pages, never tensors, tokens' values or text. A request alone decides where it is cut."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .pages import PagePool
@@ -17,15 +18,22 @@ class Plan:
     lengths: list[int]
     prefill: bool
 
+    @property
+    def one_each(self) -> bool:
+        """Whether this is the common decode step, which feeds one token of each request."""
+        return not self.prefill and max(self.lengths) == 1
+
 
 class Scheduler:
-    """Requests in arrival order, `max_num_seqs` seats, one pool. budget None: caches grow with the output."""
+    """Requests in arrival order, `max_num_seqs` seats, one pool. budget None: caches grow with the output.
+    `ahead` says how many tokens a request with a given output may feed at once."""
 
     def __init__(
         self, pool: PagePool, page_size: int, max_num_seqs: int, chunk: int, budget: int | None = None,
-        max_prefill_tokens: int = 2048,
+        max_prefill_tokens: int = 2048, ahead: Callable[[Request], int] = lambda request: 1,
     ) -> None:  # fmt: skip
         self.pool, self.page_size, self.chunk, self.budget = pool, page_size, chunk, budget
+        self.ahead = ahead
         self.max_prefill_tokens = max(chunk, max_prefill_tokens)  # a step can always take one whole chunk
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
@@ -104,17 +112,20 @@ class Scheduler:
         return Plan(requests[: len(lengths)], lengths, True) if lengths else None
 
     def _plan_decode(self, decoders: list[Request]) -> Plan | None:
-        """One token for each, oldest first; whoever needs a page when none is left preempts the newest."""
-        ready = []
+        """One token for each, or what a given output allows, oldest first; whoever needs a page when none is
+        left preempts the newest."""
+        ready, lengths = [], []
         for request in decoders:
-            while request.row and request.cached_length >= len(request.pages) * self.page_size:
+            length = min(request.num_given, self.ahead(request)) if request.forced else 1
+            while request.row and request.cached_length + length > len(request.pages) * self.page_size:
                 if page := self.pool.allocate(1, at=request.pages[-1] + 1):
                     request.pages, request.pages_changed = [*request.pages, *page], True
                 else:
                     self._preempt(self.running[-1])
             if request.row:
                 ready.append(request)
-        return Plan(ready, [1] * len(ready), False) if ready else self._plan_prefill()
+                lengths.append(length)
+        return Plan(ready, lengths, False) if ready else self._plan_prefill()
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue; its keys and values are computed again later."""

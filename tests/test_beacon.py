@@ -267,3 +267,31 @@ def test_dynamic_rope_beacons_are_rotated_like_the_model_does(tmp_path):
     assert llm.engine.max_model_len == 256
     (output,) = llm.generate([prompt_of(100)], SamplingParams(max_tokens=100, **GREEDY))
     assert len(output.trace) > 5 and output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("protect", ["prompt", 4])
+@pytest.mark.parametrize("policy", [*POLICIES, None])
+def test_a_given_output_fed_many_tokens_at_once_is_read_as_token_by_token(models, policy, protect):
+    """Between two reductions or evictions nothing is removed, so that a step may feed all up to the next."""
+    eviction = {"policy": policy, "budget": 128, "protect": protect} if policy else {}
+    prompts = [prompt_of(n, seed=n) for n in (5, 150, 40)]
+    given = [prompt_of(n, seed=n) for n in (300, 200, 1)]
+    greedy = SamplingParams(seed=7, logprobs=0, **GREEDY).with_defaults({})
+    params = [dataclasses.replace(greedy, max_tokens=len(g)) for g in given]
+    seen = []
+    for ahead in (None, lambda request: 1):
+        llm = engine_for(models["qwen3"][0], num_pages=30 if policy is None else 200, **eviction)
+        llm.engine.scheduler.ahead = ahead or llm.engine.scheduler.ahead
+        pairs = zip(prompts, params, given, strict=True)
+        requests = [llm.engine.submit(p, how, forced=g)[0] for p, how, g in pairs]
+        steps = 0
+        while any(r.finish_reason is None for r in requests):
+            llm.engine.step()
+            steps += 1
+        assert [r.output_token_ids for r in requests] == given
+        scores = [torch.tensor([own for own, _ in r.logprobs]) for r in requests]
+        seen.append((steps, scores, [[e.kept.tolist() for e in r.trace] for r in requests]))
+    assert seen[0][0] < seen[1][0] / 5
+    torch.testing.assert_close(seen[0][1], seen[1][1], atol=2e-5, rtol=1e-5)
+    assert seen[0][2] == seen[1][2] and (policy is None) == (not seen[0][2][0])
+    assert policy is not None or llm.engine.scheduler.preemptions > 0

@@ -4,6 +4,8 @@ Knows tensors only, no requests or policies. Shapes: T tokens of a forward pass,
 H query heads, K KV heads, G = H / K, D head dim, P page size, S slots (flat: page * P + offset), N queries.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -108,26 +110,35 @@ def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
     if n <= m or m == 0:
         return identity.clone()
     valid = torch.arange(n, device=queries.device) < counts[:, None]
-    # Rows past the count may hold anything, NaN too: they are replaced, not multiplied away.
-    unit = F.normalize(queries.float().masked_fill(~valid[..., None], 0), dim=-1)
-    gram = unit @ unit.transpose(1, 2) if n <= 64 else None  # there one product is cheaper than m of them
-    everyone = torch.arange(batch, device=queries.device)
-
-    def towards(direction: Tensor) -> Tensor:
-        return (unit @ direction[..., None])[..., 0]
+    held = queries.float()
+    if not valid.all():  # rows past the count may hold anything, NaN too: replaced, not multiplied away
+        held = held.masked_fill(~valid[..., None], 0)
+    sums, towards = _cosines(held)
 
     def lowest(values: Tensor) -> Tensor:
         return (values <= values.amin(-1, keepdim=True) + TIE).int().argmax(-1)
 
-    mean = unit.sum(1) / counts.clamp(min=1)[:, None]
-    picks = [lowest(towards(mean).masked_fill(~valid, torch.inf))]
+    mean = sums / counts.clamp(min=1)[:, None]
+    picks = [lowest(mean.masked_fill(~valid, torch.inf))]
     nearest = torch.where(valid, -torch.inf, torch.inf)
     for _ in range(m - 1):
-        newest = (everyone, picks[-1])
-        nearest = nearest.maximum(towards(unit[newest]) if gram is None else gram[newest])
-        nearest[newest] = torch.inf  # picked once, never again
+        nearest = nearest.maximum(towards(picks[-1]))
+        nearest.scatter_(1, picks[-1][:, None], torch.inf)  # picked once, never again
         picks.append(lowest(nearest))
     return torch.where(counts[:, None] <= m, identity, torch.stack(picks, 1))
+
+
+def _cosines(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Of the rows of each x [B, N, D]: sums of their cosines to all rows [B, N]; and pick [B] -> [B, N],
+    their cosines to the picked row."""
+    (batch, n, _), norms = x.shape, x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    first = torch.arange(batch, device=x.device) * n
+    if n <= 64:  # all with all at once is cheaper than one product for each pick
+        gram = (x @ x.transpose(1, 2)).div_(norms).div_(norms.transpose(1, 2))
+        return gram.sum(1), lambda pick: gram.flatten(0, 1).index_select(0, first + pick)
+    unit = x / norms
+    rows = unit.flatten(0, 1)
+    return (unit @ unit.sum(1)[..., None])[..., 0], lambda pick: (unit @ rows[first + pick, :, None])[..., 0]
 
 
 def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: int) -> None:
@@ -179,12 +190,16 @@ def _pooled_weights(
     q_at = q_at.view(layers, num_kv_heads, -1, q.shape[2])
     s = (q.float() * scale).view(layers, num_kv_heads, -1, head_dim) @ k.float().transpose(2, 3)
     s = s.view(*q_at.shape, length)
-    s.masked_fill_(k_at[:, :, None, None] > q_at[..., None], -torch.inf)
+    newer = (k_at > q_at.min()).flatten(0, 1).any(0)  # most slots are older than every query: no mask there
+    first = int(newer.int().argmax()) if newer.any() else length
+    s[..., first:].masked_fill_(k_at[:, :, None, None, first:] > q_at[..., None], -torch.inf)
     if group == "logits":
         s, q_at = s.amax(2, keepdim=True), q_at.amax(2, keepdim=True)
-    lse = s.logsumexp(-1, keepdim=True)
-    s -= lse.masked_fill(lse == -torch.inf, torch.inf)  # a query that sees nothing says nothing
-    s = s.amax(3) if pool == "max" else s.exp_().sum(3)
+    sees_nothing = q_at < k_at.amin(-1)[..., None, None]
+    s = s.log_softmax(-1) if pool == "max" else s.softmax(-1)
+    if sees_nothing.any():  # such a query says nothing
+        s.masked_fill_(sees_nothing[..., None], -torch.inf if pool == "max" else 0)
+    s = s.amax(3) if pool == "max" else s.sum(3)
     if pool == "mean":
         s = s / (q_at >= 0).sum(-1).clamp(min=1)[..., None]
     if group == "layer":

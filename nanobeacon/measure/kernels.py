@@ -20,6 +20,8 @@ import torch
 
 from nanobeacon.kernels import choose, triton_kernels
 
+from . import GENERATED, TABLE_4
+
 CAPACITY, BEACONS, PERIODS = 32, 16, 8  # the query buffer, and B_max / 8 steps between evictions (section 3)
 CHUNK = 512  # prompt tokens that prefill attention and fps take at once
 
@@ -54,13 +56,6 @@ GPUS = {
     "A100 80GB": (2.0e12, 312e12),
     "H200": (4.3e12, 790e12),
 }  # bytes/s (H200: measured), bf16 operations/s
-TABLE_4 = [  # the paper's: method, budget, batch, tokens/s of Qwen3-4B on one A100 80 GB
-    ("full", None, 14, 82.3),
-    ("BeaconKV", 2048, 14, 356.4),
-    ("BeaconKV", 2048, 192, 704.8),
-    ("BeaconKV", 1024, 320, 1345.9),
-]
-GENERATED = 32768  # tokens of each request in that table
 
 
 def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device: str) -> dict[str, Callable]:
@@ -235,13 +230,14 @@ def roofline(model: str = "qwen3-4b") -> dict[str, list[dict]]:
             row = {"gpu": gpu, "batch": batch, "budget": budget, "kernel": part, "per": when}
             row |= {"bytes": times * spent[0], "operations": times * spent[1]}
             floors.append(row | {"floor_us": round(times * floor(*spent, gpu) * 1e6, 1)})
-    for gpu, (method, budget, batch, paper) in product(GPUS, TABLE_4):
+    rows = [row for row in TABLE_4 if row[0] in ("full", "beacon")]  # the parts of `work` are theirs
+    for gpu, (policy, budget, batch, paper) in product(GPUS, rows):
         seconds = dict.fromkeys(("step", "fps", "eviction"), 0.0)
         for _, when, times, *spent in work(shape, batch, budget):
             share = 1 if when == "step" else PERIODS / budget  # of what happens once a period
             seconds[when] += share * times * floor(*spent, gpu)
         total = sum(seconds.values())
-        row = {"gpu": gpu, "method": method, "budget": budget, "batch": batch, "paper_tokens_per_s": paper}
+        row = {"gpu": gpu, "policy": policy, "budget": budget, "batch": batch, "paper_tokens_per_s": paper}
         row |= {"floor_tokens_per_s": round(batch / total, 1)}
         table.append(row | {f"{when}_share": round(seconds[when] / total, 5) for when in ("eviction", "fps")})
     return {"floors": floors, "table4": table}

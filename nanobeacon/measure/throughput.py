@@ -14,20 +14,10 @@ from tqdm import tqdm
 from nanobeacon.config import read_config
 from nanobeacon.policies import settle
 
-from . import plots
+from . import GENERATED, TABLE_4, plots
 from .common import columns, filled, names, numbers, refuse, show, spread
 from .systems import PAGE, System, changed, pages_of, start, systems_of
 
-TABLE_4 = [  # the paper's, Qwen3-4B on an A100 80 GB: policy, budget, batch, tokens/s
-    ("full", None, 14, 82.3),
-    ("beacon", 2048, 14, 356.4),
-    ("rpc", 2048, 192, 725.4),
-    ("beacon", 2048, 192, 704.8),
-    ("rpc", 1024, 320, 1380.8),
-    ("snapkv", 1024, 320, 1380.7),
-    ("beacon", 1024, 320, 1345.9),
-]
-GENERATED = 32768  # tokens of a request in Table 4
 DEFAULTS = dict(batch=[8], policies=["full", "beacon"], budgets=[256], vs=[], output_length=512, scale=1)
 
 
