@@ -112,6 +112,8 @@ def settled(options: Namespace) -> Iterator[Namespace]:
             Path(scratch, "config.json").write_text(json.dumps(config))
         job.model = str(resolve(job.model, config_only=job.load == "dummy"))
         job.device = device_of(job.device)
+        if job.no_cuda_graphs and job.device == "cpu":
+            raise ValueError("--no-cuda-graphs: a CPU has none to leave out")
         if job.dtype == "auto":
             job.dtype = read_config(job.model).dtype or "bfloat16"
         if (job.device, job.dtype) == ("cpu", "float16"):

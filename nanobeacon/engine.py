@@ -67,8 +67,8 @@ class Engine:
         budget = config.eviction.budget if config.eviction else None
         parts = (self.cache, self.queries)
         self.evictor = Evictor(config.eviction, *parts, model.rope, model.kernels, config.trace)
-        sizes, ahead = (page_size, config.max_num_seqs, config.chunk, budget), self.evictor.ahead
-        self.scheduler = Scheduler(self.pool, *sizes, ahead=ahead)
+        sizes = (page_size, config.max_num_seqs, config.chunk, budget)
+        self.scheduler = Scheduler(self.pool, *sizes, ahead=lambda request: self.evictor.ahead(request))
         self.forward_decode = model
         if config.cuda_graphs and device.type == "cuda":
             self.forward_decode = DecodeGraphs(model, *parts, config.max_num_seqs, most * page_size)

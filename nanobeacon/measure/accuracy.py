@@ -157,6 +157,8 @@ def run(options: Namespace) -> dict[str, Any]:
     if on_file and set(o.select) & set(selections.SELECTIONS):
         raise ValueError(f"select={','.join(o.select)}: with --problems fps and random are possible")
     todo, rows = cells(o), []
+    if not any(cell.settings for cell in todo):
+        refuse(options, ("budgets", "protect", "window"), "none of the policies has a budget")
     if on_file:
         measure, problems = _on_file, read_problems(o.problems)
     else:
