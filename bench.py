@@ -68,14 +68,15 @@ def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
         add_job_arguments(p)
     module.add_arguments(p)
     p.add_argument("--threads", type=int, help="of the CPU (default: torch's own)")
-    p.add_argument("--plot", type=Path, metavar="FILE", help="charts, as .svg or .html")
+    if hasattr(module, "charts"):
+        p.add_argument("--plot", type=Path, metavar="FILE", help="charts, as .svg or .html")
+    p.set_defaults(plot=None)
     options = p.parse_args(arguments)
     if options.plot and (options.plot.suffix not in (".svg", ".html") or not options.plot.parent.is_dir()):
         raise ValueError(f"--plot {options.plot}: a .svg or .html file in an existing folder is possible")
-    if options.plot and not hasattr(module, "charts"):
-        raise ValueError(f"--plot {options.plot}: {command} has nothing to draw")
-    if options.threads is not None and options.threads < 1:
-        raise ValueError(f"--threads {options.threads}: at least 1 is possible")
+    most = max(os.cpu_count() or 1, torch.get_num_threads())
+    if options.threads is not None and not 1 <= options.threads <= most:
+        raise ValueError(f"--threads {options.threads}: 1 to {most} are possible on this machine")
     options.threads = options.threads or torch.get_num_threads()
     return options
 

@@ -74,7 +74,7 @@ class Engine:
             self.forward_decode = DecodeGraphs(model, *parts, config.max_num_seqs, most * page_size)
         self.stats = Stats()
         self._arrivals = count()
-        self._lock = threading.RLock()  # several threads may submit, step and abort
+        self._lock, self._stepping = threading.RLock(), False  # several threads may submit, step and abort
         pool, buffers = num_pages * self.page_bytes / 1e9, rows * self.queries.row_bytes / 1e6
         sizes = f"{num_pages} pages of {page_size} tokens, {pool:.2f} GB; query buffers {buffers:.1f} MB"
         log.info("%s on %s: %s", str(dtype).removeprefix("torch."), device, sizes)
@@ -91,7 +91,7 @@ class Engine:
         return min(room // page_bytes, self.config.max_num_seqs * pages_each)
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, forced: list[int] | None = None
+        self, prompt: list[int], params: SamplingParams, forced: list[int] | None = None, on_logits=None
     ) -> list[Request]:
         """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set."""
         settings, arrival, seed = self.config.eviction, next(self._arrivals), params.seed
@@ -102,7 +102,7 @@ class Engine:
         requests = []
         for completion in range(params.n):
             request = Request(arrival, prompt, params, params.max_tokens or 0, protected, completion, seed)
-            request.eos_token_ids, request.forced = self.eos_token_ids, forced
+            request.eos_token_ids, request.forced, request.on_logits = self.eos_token_ids, forced, on_logits
             request.error = self._limit(request)
             if request.error:
                 request.finish_reason = "error"
@@ -148,8 +148,14 @@ class Engine:
     def step(self) -> list[Request]:
         """One forward pass; returns the requests that got a token. If it fails, those in it end in error."""
         with self._lock:
-            plan = self.scheduler.plan()
-            return [] if plan is None else self._run_or_end(plan)
+            if self._stepping:  # the lock lets its own thread in
+                raise RuntimeError("on_logits cannot use the LLM that is calling it")
+            self._stepping = True
+            try:
+                plan = self.scheduler.plan()
+                return [] if plan is None else self._run_or_end(plan)
+            finally:
+                self._stepping = False
 
     def _run_or_end(self, plan: Plan) -> list[Request]:
         try:
@@ -174,7 +180,7 @@ class Engine:
             request.num_computed += length
             request.cached_length += length
         self._count_memory(plan)
-        ready = self._ready(plan)
+        ready = plan.ready()
         forks = self._fork(list(ready))
         ready |= {fork: ready[fork.leader] for fork in forks}
         takers = [(request, token) for request, tokens in ready.items() for token in tokens]
@@ -187,17 +193,6 @@ class Engine:
         self._evict([r for r in plan.requests + forks if r.finish_reason is None], hidden.device)
         self._count_time(plan, len(takers), time.perf_counter() - began)
         return list(ready)
-
-    def _ready(self, plan: Plan) -> dict[Request, range]:
-        """Who gets output tokens from a step, and the tokens of the batch they follow: the last of a prompt,
-        each one of a decode step."""
-        ready, first = {}, 0
-        for request, length in zip(plan.requests, plan.lengths, strict=True):
-            end = first + length
-            if request.num_computed >= request.num_tokens:
-                ready[request] = range(end - 1 if plan.prefill else first, end)
-            first = end
-        return ready
 
     def _evict(self, going_on: list[Request], device: torch.device) -> None:
         began = time.perf_counter()

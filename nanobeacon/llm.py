@@ -6,6 +6,7 @@ Knows prompts, texts and options; how a step runs is the engine's business. Seve
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,28 +135,43 @@ class LLM:
     ) -> list[Tensor]:
         """Log-probability of each given output token, fed under the budget: one float32 tensor a prompt.
 
-        on_logits(request, index, logits) sees every distribution, float32 [vocabulary].
+        on_logits(request, index, logits) sees every distribution, float32 [vocabulary], in the order of the
+        tokens; clone what is kept, each is a view of a step's. What it raises is raised here. Policies that
+        draw (random, random-query) draw anew in each call, as requests without a seed do.
         """
         alone, needed = isinstance(prompts, str), "a list of as many as there are prompts is needed"
+        for name, value in (("prompts", prompts), ("continuations", continuations)):
+            check(isinstance(value, Sequence), name, value, needed)
         check(alone == isinstance(continuations, str), "continuations", continuations, needed)
         if alone:
             prompts, continuations = [prompts], [continuations]
         check(len(prompts) == len(continuations), "continuations", continuations, "one a prompt is needed")
+        _check_texts("prompts", prompts)
+        _check_texts("continuations", continuations)
         ids, given = [self._ids(p) for p in prompts], [self._ids(c, special=False) for c in continuations]
         for i, forced in enumerate(given):
             check(forced, f"continuations[{i}]", continuations[i], "at least one token is needed")
         requests: list[Request] = []
+        failures: list[Exception] = []
+
+        def hear(request: int, index: int, logits: Tensor) -> None:
+            try:
+                if not failures:
+                    on_logits(request, index, logits)
+            except Exception as error:  # not the step's, which others may share, or another thread may run
+                failures.append(error)
+
         for i, (prompt, forced) in enumerate(zip(ids, given, strict=True)):
             params = SamplingParams(max_tokens=len(forced), logprobs=0).with_defaults(self._defaults)
-            requests += self.engine.submit(prompt, params, forced=forced)
-            if on_logits is not None:
-                requests[i].on_logits = lambda index, logits, i=i: on_logits(i, index, logits)
-        refused = [f"prompts[{i}]: {r.error}" for i, r in enumerate(requests) if r.error]
+            heard = partial(hear, i) if on_logits is not None else None
+            requests += self.engine.submit(prompt, params, forced, heard)
+        refused = [f"prompts[{i}], continuations[{i}]: {r.error}" for i, r in enumerate(requests) if r.error]
         if refused:
             self._abort(requests)
             raise ValueError(refused[0])
         for _ in self.run(requests):
-            pass
+            if failures:
+                raise failures[0]
         for i, request in enumerate(requests):
             if request.error:
                 raise RuntimeError(f"prompts[{i}]: {request.error}")
@@ -164,9 +180,7 @@ class LLM:
     def submit(self, prompts: Any, params: Any = None) -> list[Request]:
         """Queue prompts; their requests in order, n for each. All is checked before anything is queued."""
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        for i, prompt in enumerate(prompts):
-            right = isinstance(prompt, str | Sequence) and not isinstance(prompt, bytes)
-            check(right, f"prompts[{i}]", prompt, "a text or a list of token ids is possible")
+        _check_texts("prompts", prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         check(
@@ -216,6 +230,12 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, and the model's folder has none; token ids work")
         return self.tokenizer
+
+
+def _check_texts(name: str, values: Sequence[Any]) -> None:
+    for i, value in enumerate(values):
+        right = isinstance(value, str | Sequence) and not isinstance(value, bytes)
+        check(right, f"{name}[{i}]", value, "a text or a list of token ids is possible")
 
 
 def output_of(request: Request) -> Output:

@@ -23,6 +23,17 @@ class Plan:
         """Whether this is the common decode step, which feeds one token of each request."""
         return not self.prefill and max(self.lengths) == 1
 
+    def ready(self) -> dict[Request, range]:
+        """Once computed: who gets output tokens, and the tokens of the batch that these follow, the last of
+        a prompt, each one of a decode step."""
+        ready, first = {}, 0
+        for request, length in zip(self.requests, self.lengths, strict=True):
+            end = first + length
+            if request.num_computed >= request.num_tokens:
+                ready[request] = range(end - 1 if self.prefill else first, end)
+            first = end
+        return ready
+
 
 class Scheduler:
     """Requests in arrival order, `max_num_seqs` seats, one pool. budget None: caches grow with the output.

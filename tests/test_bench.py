@@ -142,7 +142,7 @@ def test_crossover(run, folder, inline):
         (2, "beacon 64"),
     ]
     for row in result["rows"]:
-        assert row["lengths"] == [19, 39, 59, 79, 99, 100]  # the first of 101 steps is the prompt's
+        assert row["lengths"] == [19, 39, 59, 79, 100]  # the prompt's step comes first, one is left over
         assert row["speedup"] == pytest.approx(sum(row["full_seconds"]) / sum(row["seconds"]))
         assert (
             row["kv_bytes"] == row["batch"] * 5 * 16 * SLOT
@@ -296,7 +296,11 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("throughput --budgets 8", "smallest budget"),
         ("throughput --policies best", "random-query"),
         ("throughput --vs vllm", "transformers"),
-        ("throughput --threads 0", "at least 1"),
+        ("throughput --threads 0", "1 to"),
+        ("throughput --threads 100000", "1 to"),
+        ("throughput --table4 --scale 512 --preset smollm2-135m", "--scale 512 is too large: budget=4"),
+        ("kernels --roofline --plot chart.svg", "--plot"),
+        ("fidelity --model FOLDER --prompts /dev/null", "no prompt in it"),
         ("throughput --table4 --scale 0", "at least 1"),
         ("throughput --table4 --budgets 64", "--budgets: Table 4"),
         ("throughput --table4 --output-length 64", "--output-length: Table 4"),

@@ -256,18 +256,40 @@ def test_completions_keep_the_same_whether_they_share_a_prefill_or_not(tmp_path,
     assert kept[0] == kept[1] and kept[0][0] != kept[0][1]
 
 
-def test_an_error_in_a_step_ends_what_ran_in_it_and_leaves_no_trace(tmp_path):
+def test_an_error_in_on_logits_ends_its_own_call_only(tmp_path):
+    llm = LLM(tiny_folder(tmp_path, "llama"), dtype="float32", device="cpu", budget=64)
+    wanted = llm.generate([prompt_of(12)], SamplingParams(max_tokens=100, **GREEDY))[0].token_ids
+    (other,) = llm.submit([prompt_of(12)], SamplingParams(max_tokens=100, **GREEDY))
+    heard = []
+
+    def fail(request, index, logits):
+        heard.append((request, index))
+        if index == 2:
+            raise KeyError("from the caller")
+
+    with pytest.raises(KeyError, match="from the caller"):
+        llm.score([prompt_of(8), prompt_of(9)], [prompt_of(50), prompt_of(60)], on_logits=fail)
+    assert heard[-1] == (0, 2) and other.finish_reason is None
+    with pytest.raises(RuntimeError, match="cannot use the LLM"):
+        llm.score([prompt_of(8)], [prompt_of(5)], on_logits=lambda *_: llm.generate([prompt_of(3)]))
+    for _ in llm.run([other]):
+        pass
+    assert other.output_token_ids == wanted
+    assert llm.engine.pool.used_count == 0 and llm.engine.scheduler.plan() is None
+
+
+def test_an_error_in_a_step_ends_what_ran_in_it_and_leaves_no_trace(tmp_path, monkeypatch):
     llm = LLM(tiny_folder(tmp_path, "llama"), dtype="float32", device="cpu", budget=64)
     wanted = llm.generate([prompt_of(12)], SamplingParams(max_tokens=9, **GREEDY))[0].token_ids
     (other,) = llm.submit([prompt_of(12)], SamplingParams(max_tokens=100, **GREEDY))
 
-    def fail(request, index, logits):
-        if index == 2:
-            raise KeyError("from the caller")
+    def fail(*_):
+        raise KeyError("from the model")
 
-    with pytest.raises(KeyError):
-        llm.score([prompt_of(8)], [prompt_of(5)], on_logits=fail)
-    assert other.finish_reason == "error" and "from the caller" in other.error
+    with monkeypatch.context() as broken, pytest.raises(KeyError):
+        broken.setattr(llm.engine.model, "logits", fail)
+        llm.generate([prompt_of(8)])
+    assert other.finish_reason == "error" and "from the model" in other.error
     assert llm.engine.pool.used_count == 0 and llm.engine.scheduler.plan() is None
     assert llm.generate([prompt_of(12)], SamplingParams(max_tokens=9, **GREEDY))[0].token_ids == wanted
 
@@ -278,8 +300,12 @@ def test_calls_that_are_refused_or_never_read_leave_nothing_queued(tmp_path):
         llm.score("abc", ["d"])
     with pytest.raises(ValueError, match="continuations"):
         llm.score([[5, 6], [7]], [[8, 9], []])
-    with pytest.raises(ValueError, match="token id"):
-        llm.score([[5, 6], [9999]], [[8], [8]])
+    with pytest.raises(ValueError, match=r"prompts\[1\], continuations\[1\]: token id"):
+        llm.score([[5, 6], [9]], [[8], [9999]])
+    with pytest.raises(ValueError, match=r"prompts\[0\]=1: a text or a list"):
+        llm.score([1, 2], [[3], [4]])
+    with pytest.raises(ValueError, match=r"continuations=None: a list"):
+        llm.score([[1]], None)
     stream = llm.stream("abc", SamplingParams(max_tokens=3))
     del stream
     assert llm.engine.scheduler.plan() is None

@@ -6,6 +6,7 @@ Knows nothing of models, engines or of what is measured.
 import multiprocessing
 import signal
 import statistics
+import sys
 import traceback
 import warnings
 from argparse import ArgumentTypeError, Namespace
@@ -131,6 +132,8 @@ class Worker:
         self._pipe.close()
         if failure:
             self._process.terminate()
+            self._process.join(10)
+            self._process.kill()
         self._process.join()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -153,6 +156,7 @@ class Worker:
 def _serve(pipe: Any, threads: int, function: Callable, arguments: tuple) -> None:
     """What a worker's process does until the other end is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, and the parent ends this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it cleans up
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(threads)
     subject = None

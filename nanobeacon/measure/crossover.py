@@ -64,6 +64,10 @@ def _curves(systems: list[System], job: Namespace) -> tuple[list[int], list[list
                     repeats[-1].append(sum(step[1] for step in steps))
                 tokens.append(sum(step[2] for step in turns[0]))
                 bar.update(len(turns[0]))
+                left_over = len(turns[0]) < job.turn
+            if left_over and len(tokens) > 1:  # too few steps for a verdict: part of the turn before
+                for seconds in (tokens, *(repeats[-1] for repeats in taken)):
+                    seconds[-2:] = [sum(seconds[-2:])]
         reports = [worker.call("report") for worker in workers]
     lengths = [count // job.batch for count in accumulate(tokens)]
     return lengths, [[median(s) for s in zip(*repeats, strict=True)] for repeats in taken], reports

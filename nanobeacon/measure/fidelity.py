@@ -53,7 +53,9 @@ def run(options: Namespace) -> dict[str, Any]:
         settle(policy, budget)
         if budget + 1 >= options.tokens:
             raise ValueError(f"budget={budget}: of {options.tokens} tokens none follows its first eviction")
-    texts, ended = _write(options, _prompts(options.prompts)[: options.limit])
+    if not (prompts := _prompts(options.prompts)[: options.limit]):
+        raise ValueError(f"--prompts {options.prompts}: there is no prompt in it")
+    texts, ended = _write(options, prompts)
     means: dict[tuple[str, int], list[Tensor]] = {cell: [] for cell in cells}  # [3] of each text: MEASURES
     groups = [texts[first : first + options.group] for first in range(0, len(texts), options.group)]
     with tqdm(total=len(groups) * len(cells), unit="replay", leave=False, disable=None) as bar:

@@ -91,9 +91,13 @@ def alternate(systems: list[System], options: Namespace, **changes: int) -> list
 def _table4(options: Namespace) -> list[dict[str, Any]]:
     """The paper's rows, one after the other, since some fill the machine."""
     rows, length = [], max(2, GENERATED // options.scale)
-    for policy, budget, batch, rate in TABLE_4:
-        system = System(policy=policy, budget=budget and budget // options.scale)
-        settle(system.policy, system.budget)
+    systems = [System(policy=p, budget=budget and budget // options.scale) for p, budget, _, _ in TABLE_4]
+    for system in systems:
+        try:
+            settle(system.policy, system.budget)
+        except ValueError as error:
+            raise ValueError(f"--scale {options.scale} is too large: {error}") from None
+    for system, (_, _, batch, rate) in zip(systems, TABLE_4, strict=True):
         (row,) = alternate([system], options, batch=max(1, batch // options.scale), output_length=length)
         rows.append(row | {"paper": rate})
     return rows
