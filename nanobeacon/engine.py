@@ -20,7 +20,7 @@ from .eviction import Evictor
 from .graphs import DecodeGraphs
 from .models.decoder import Decoder
 from .pages import PagePool
-from .request import Request, SamplingParams
+from .request import Listener, Request, SamplingParams
 from .sampling import Draw, sample, token_logprobs, uniform
 from .scheduler import Plan, Scheduler
 from .tokenizer import TextStream, Tokenizer
@@ -67,8 +67,8 @@ class Engine:
         budget = config.eviction.budget if config.eviction else None
         parts = (self.cache, self.queries)
         self.evictor = Evictor(config.eviction, *parts, model.rope, model.kernels, config.trace)
-        sizes = (page_size, config.max_num_seqs, config.chunk, budget)
-        self.scheduler = Scheduler(self.pool, *sizes, ahead=lambda request: self.evictor.ahead(request))
+        limits = (page_size, config.max_num_seqs, config.chunk, budget)
+        self.scheduler = Scheduler(self.pool, *limits, ahead=lambda r: self.evictor.ahead(r))  # replaceable
         self.forward_decode = model
         if config.cuda_graphs and device.type == "cuda":
             self.forward_decode = DecodeGraphs(model, *parts, config.max_num_seqs, most * page_size)
@@ -91,8 +91,9 @@ class Engine:
         return min(room // page_bytes, self.config.max_num_seqs * pages_each)
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, forced: list[int] | None = None, on_logits=None
-    ) -> list[Request]:
+        self, prompt: list[int], params: SamplingParams, forced: list[int] | None = None,
+        on_logits: Listener | None = None,
+    ) -> list[Request]:  # fmt: skip
         """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set."""
         settings, arrival, seed = self.config.eviction, next(self._arrivals), params.seed
         if seed is None:
@@ -150,14 +151,11 @@ class Engine:
         with self._lock:
             if self._stepping:  # the lock lets its own thread in
                 raise RuntimeError("on_logits cannot use the LLM that is calling it")
-            self._stepping = True
-            try:
-                plan = self.scheduler.plan()
-                return [] if plan is None else self._run_or_end(plan)
-            finally:
-                self._stepping = False
+            plan = self.scheduler.plan()
+            return [] if plan is None else self._run_or_end(plan)
 
     def _run_or_end(self, plan: Plan) -> list[Request]:
+        self._stepping = True
         try:
             return self._run(plan)
         except BaseException as error:
@@ -168,6 +166,8 @@ class Engine:
                 request.error = repr(error) if failed else None
                 self._close(request)
             raise
+        finally:
+            self._stepping = False
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> list[Request]:
@@ -217,8 +217,7 @@ class Engine:
         return forks
 
     def _take_tokens(self, requests: list[Request], logits: Tensor) -> None:
-        """Sample a token for each row of logits, and do with it what a request's end demands. A request with
-        a given output may have several rows, in order."""
+        """Sample a token for each row of logits (of a given output several), and do what an end demands."""
         tokens = self._sample(requests, logits)
         self._record_logprobs(requests, logits, tokens)
         broken = ~logits.amax(-1).isfinite()  # one read for both: -1 stands for logits that mean nothing
@@ -237,16 +236,17 @@ class Engine:
                 self._close(request)
 
     def _sample(self, requests: list[Request], logits: Tensor) -> Tensor:
-        draws, forced = [], {r for r in requests if r.forced is not None}
-        for r in requests:
+        draws, given = [], {}
+        for row, r in enumerate(requests):
             p = r.params
-            greedy = p.temperature == 0 or r in forced
-            u = 0.0 if greedy else uniform(r.seed, r.completion, r.num_tokens)
-            top_k = min(p.top_k, self.vocabulary)
-            draws.append(Draw(0.0 if greedy else p.temperature, top_k, p.top_p, p.min_p, u))
-        tokens, given = sample(logits, draws), {r: iter(r.forced[len(r.output_token_ids) :]) for r in forced}
-        rows = [i for i, r in enumerate(requests) if r in given]
-        tokens[rows] = tokens.new_tensor([next(given[requests[i]]) for i in rows])
+            temperature = p.temperature if r.forced is None else 0.0
+            u = uniform(r.seed, r.completion, r.num_tokens) if temperature else 0.0
+            draws.append(Draw(temperature, min(p.top_k, self.vocabulary), p.top_p, p.min_p, u))
+            if r.forced is not None:
+                given[row] = r.forced[len(r.output_token_ids) + row - requests.index(r)]
+        tokens = sample(logits, draws)
+        if given:
+            tokens[list(given)] = tokens.new_tensor(list(given.values()))
         return tokens
 
     def _record_logprobs(self, requests: list[Request], logits: Tensor, tokens: Tensor) -> None:

@@ -61,6 +61,9 @@ class SamplingParams:
         return replace(self, **filled)
 
 
+Listener = Callable[[int, Any], None]  # sees (index, logits) of each output token
+
+
 @dataclass(eq=False)
 class Request:
     """One completion on its way. Three lengths and how they relate:
@@ -82,7 +85,7 @@ class Request:
     trace: list[Any] = field(default_factory=list)
     stream: Any = None  # its growing text, where there is a tokenizer
     pieces: list[str] = field(default_factory=list)  # text that nobody has taken yet
-    on_logits: Callable[[int, Any], None] | None = None  # sees (index, logits) of each output token
+    on_logits: Listener | None = None
     finish_reason: str | None = None
     error: str | None = None
 
@@ -123,7 +126,7 @@ class Request:
         prompt, output = len(self.prompt_token_ids), self.forced or self.output_token_ids
         if start >= prompt:
             return output[start - prompt : stop - prompt]
-        return (self.prompt_token_ids[start:stop] + output[: max(0, stop - prompt)])[: stop - start]
+        return (self.prompt_token_ids[start:stop] + output[: stop - prompt])[: stop - start]
 
     def append(self, token_id: int) -> None:
         """Take a sampled token; it may end the request (stop strings are decided on the text)."""

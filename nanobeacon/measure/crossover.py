@@ -66,8 +66,8 @@ def _curves(systems: list[System], job: Namespace) -> tuple[list[int], list[list
                 bar.update(len(turns[0]))
                 left_over = len(turns[0]) < job.turn
             if left_over and len(tokens) > 1:  # too few steps for a verdict: part of the turn before
-                for seconds in (tokens, *(repeats[-1] for repeats in taken)):
-                    seconds[-2:] = [sum(seconds[-2:])]
+                for turns in (tokens, *(repeats[-1] for repeats in taken)):
+                    turns[-2:] = [sum(turns[-2:])]
         reports = [worker.call("report") for worker in workers]
     lengths = [count // job.batch for count in accumulate(tokens)]
     return lengths, [[median(s) for s in zip(*repeats, strict=True)] for repeats in taken], reports
