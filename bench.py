@@ -100,6 +100,7 @@ def settled(options: Namespace) -> Iterator[Namespace]:
     """The options with model, load, device and dtype decided; a preset is a folder as long as this lasts."""
     from nanobeacon.checkpoint import resolve
     from nanobeacon.config import read_config
+    from nanobeacon.llm import device_of
 
     for name, least in (("prompt_length", 1), ("output_length", 2), ("repeats", 1)):
         if (value := getattr(options, name)) is not None and value < least:
@@ -112,7 +113,7 @@ def settled(options: Namespace) -> Iterator[Namespace]:
             config |= {"rms_norm_eps": 1e-6, "rope_scaling": LLAMA3 if preset == "r1-llama-8b" else None}
             Path(scratch, "config.json").write_text(json.dumps(config))
         job.model = str(resolve(job.model, config_only=job.load == "dummy"))
-        job.device = device_of(job.device)
+        job.device = str(device_of(job.device))
         if job.no_cuda_graphs and job.device == "cpu":
             raise ValueError("--no-cuda-graphs: a CPU has none to leave out")
         if job.dtype == "auto":
@@ -133,13 +134,14 @@ class Kernels:
 
     @staticmethod
     def run(options: Namespace) -> dict[str, Any]:
+        from nanobeacon.llm import device_of
         from nanobeacon.measure import common, kernels
 
         if options.roofline or options.aot:
             common.refuse(options, ("device",), "what --roofline and --aot say comes from shapes")
         found = kernels.roofline() if options.roofline else {}
         found |= {"kernels": kernels.aot()} if options.aot else {}
-        return found or {"times": kernels.timings(device_of(options.device or "auto"))}
+        return found or {"times": kernels.timings(str(device_of(options.device or "auto")))}
 
     @staticmethod
     def table(result: dict[str, Any]) -> str:
@@ -149,14 +151,6 @@ class Kernels:
         return "\n\n".join(
             f"{n}\n{columns(list(rows[0]), [list(r.values()) for r in rows])}" for n, rows in found
         )
-
-
-def device_of(device: str) -> str:
-    if device.partition(":")[0] not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {device}: possible are auto, cpu, cuda and cuda:N")
-    if not torch.cuda.is_available() and device.startswith("cuda"):
-        raise ValueError(f"--device {device}: this machine has no CUDA device")
-    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def record(options: Namespace) -> dict[str, Any]:

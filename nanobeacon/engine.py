@@ -72,8 +72,7 @@ class Engine:
         self.forward_decode = model
         if config.cuda_graphs and device.type == "cuda":
             self.forward_decode = DecodeGraphs(model, *parts, config.max_num_seqs, most * page_size)
-        self.stats = Stats()
-        self._arrivals = count()
+        self.stats, self._arrivals = Stats(), count()
         self._lock, self._stepping = threading.RLock(), False  # several threads may submit, step and abort
         pool, buffers = num_pages * self.page_bytes / 1e9, rows * self.queries.row_bytes / 1e6
         sizes = f"{num_pages} pages of {page_size} tokens, {pool:.2f} GB; query buffers {buffers:.1f} MB"
@@ -148,7 +147,7 @@ class Engine:
 
     def step(self) -> list[Request]:
         """One forward pass; returns the requests that got a token. If it fails, those in it end in error."""
-        with self._lock:
+        with self._lock, torch.cuda.device_of(self.cache.keys):  # Triton launches on the current GPU
             if self._stepping:  # the lock lets its own thread in
                 raise RuntimeError("on_logits cannot use the LLM that is calling it")
             plan = self.scheduler.plan()
@@ -236,14 +235,15 @@ class Engine:
                 self._close(request)
 
     def _sample(self, requests: list[Request], logits: Tensor) -> Tensor:
-        draws, given = [], {}
+        draws, given, nth = [], {}, 0
         for row, r in enumerate(requests):
+            nth = nth + 1 if row and r is requests[row - 1] else 0  # of the rows that r takes at once
             p = r.params
             temperature = p.temperature if r.forced is None else 0.0
             u = uniform(r.seed, r.completion, r.num_tokens) if temperature else 0.0
             draws.append(Draw(temperature, min(p.top_k, self.vocabulary), p.top_p, p.min_p, u))
             if r.forced is not None:
-                given[row] = r.forced[len(r.output_token_ids) + row - requests.index(r)]
+                given[row] = r.forced[len(r.output_token_ids) + nth]
         tokens = sample(logits, draws)
         if given:
             tokens[list(given)] = tokens.new_tensor(list(given.values()))

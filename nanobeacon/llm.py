@@ -65,7 +65,7 @@ class LLM:
         sizes |= dict(num_pages=num_pages, gpu_memory=gpu_memory)
         config = EngineConfig(seed, cuda_graphs=cuda_graphs, eviction=eviction, trace=trace, **sizes)
         check(load in ("auto", "dummy"), "load", load, "possible are 'auto' and 'dummy'")
-        place = _device(device)
+        place = device_of(device)
         folder = resolve(model, config_only=load == "dummy")
         shape = read_config(folder)
         config.check_length(shape.max_position_embeddings)
@@ -246,7 +246,8 @@ def output_of(request: Request) -> Output:
     return Output(text, tokens, request.finish_reason, request.error, prompt, logprobs, list(request.trace))
 
 
-def _device(device: str | torch.device) -> torch.device:
+def device_of(device: str | torch.device) -> torch.device:
+    """The device of a name, "auto" being a GPU where there is one. ValueError if this machine has it not."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     possible = ["auto", "cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]

@@ -12,7 +12,7 @@ from tiny import prompt_of, text_folder, tiny_folder
 
 from nanobeacon import LLM, SamplingParams
 from nanobeacon.kernels import reference
-from nanobeacon.measure import accuracy, plots, selections
+from nanobeacon.measure import accuracy, common, plots, selections
 from nanobeacon.measure.grading import answer_in, is_right, normalise
 from nanobeacon.policies import POLICIES
 from nanobeacon.reasoner import demo, folder, task
@@ -347,14 +347,14 @@ def test_the_papers_sampling(speaker, problems, monkeypatch):
         ("[1]", "line 1: an object"),
         ("7", "line 1: "),
         ('{"prompt": ', "line 1: "),
-        ("\n", "no problem"),
+        ("\n", "it is empty; on each line an object with answer and prompt or messages"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path, text, said):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
-        accuracy.read_problems(path)
+        common.read_lines(path, ("answer",), ("prompt", "messages"))
 
 
 # --- the shipped reasoner ---

@@ -283,3 +283,10 @@ def test_graphs_change_nothing(model_folder, budget):
 def test_gpu_equals_cpu_in_float32(model_folder, budget):
     on_gpu = generate(model_folder, "cuda", trace=True, **budget)
     same_up_to_near_ties(on_gpu, generate(model_folder, "cpu", trace=True, **budget))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_gpu_works_while_the_first_is_the_current_one(model_folder):
+    first, second = (generate(model_folder, f"cuda:{i}", budget=64, trace=True) for i in (0, 1))
+    assert torch.cuda.current_device() == 0
+    same_up_to_near_ties(second, first)

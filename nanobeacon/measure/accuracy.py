@@ -26,7 +26,7 @@ from ..reasoner import folder, task
 from ..reasoner.solve import solve, solve_forced
 from ..request import Request
 from . import common, grading, plots, selections
-from .common import filled, listed, refuse
+from .common import filled, listed, read_lines, refuse
 
 REASONER = dict(model=str(folder()), n=128, policies=[*POLICIES], protect=["prompt", 4], window=16)
 REASONER |= dict(budgets=[48, 64, 96, 128, 192, 256], length=768)
@@ -160,7 +160,7 @@ def run(options: Namespace) -> dict[str, Any]:
     if not any(cell.settings for cell in todo):
         refuse(options, ("budgets", "protect", "window"), "none of the policies has a budget")
     if on_file:
-        measure, problems = _on_file, read_problems(o.problems)
+        measure, problems = _on_file, read_lines(o.problems, ("answer",), ("prompt", "messages"))
     else:
         measure, problems = _on_reasoner, task.problems(o.n, o.length, o.seed, not o.no_recitation)
     with tqdm(total=len(todo) * len(problems), unit="problem", disable=None) as bar:
@@ -189,23 +189,6 @@ def _on_reasoner(cell: Cell, options: Namespace, problems: list[task.Problem], b
         "query_bytes": query_bytes,
         "seconds": llm.stats.prefill_seconds + llm.stats.decode_seconds,
     }
-
-
-def read_problems(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file. ValueError names a line that is none, or asks or answers nothing."""
-    problems, where = [], str(path)
-    try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                problems.append(json.loads(line))
-                if "answer" not in problems[-1] or not {"prompt", "messages"} & set(problems[-1]):
-                    raise ValueError("an object with answer and prompt (or messages) is needed")
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {error}") from error
-    if not problems:
-        raise ValueError(f"{where}: there is no problem in it")
-    return problems
 
 
 def _on_file(cell: Cell, options: Namespace, problems: list[dict], bar: tqdm) -> dict[str, Any]:

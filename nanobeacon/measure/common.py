@@ -3,6 +3,7 @@
 Knows nothing of models, engines or of what is measured.
 """
 
+import json
 import multiprocessing
 import signal
 import statistics
@@ -47,6 +48,24 @@ def refuse(options: Namespace, given: Sequence[str], where: str) -> None:
         value = getattr(options, name)
         if value is not None and value is not False:  # 0 was given
             raise ValueError(f"--{name.replace('_', '-')}: {where}")
+
+
+def read_lines(path: Path, *needed: Sequence[str]) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, with a field of every group. ValueError names a line."""
+    found, where = [], str(path)
+    wanted = f"an object with {' and '.join(' or '.join(group) for group in needed)} is needed"
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                found.append(json.loads(line))
+                if type(found[-1]) is not dict or not all(set(group) & set(found[-1]) for group in needed):
+                    raise ValueError(wanted)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not found:
+        raise ValueError(f"{where}: it is empty; on each line {wanted}")
+    return found
 
 
 def proc(path: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ The full cache writes the text; it and every policy then read it token by token,
 on their distributions are compared. Knows distributions; nothing of how a policy chooses.
 """
 
-import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from nanobeacon import LLM, SamplingParams
 from nanobeacon.policies import settle
 
 from . import plots
-from .common import bootstrap, columns, names, numbers, show
+from .common import bootstrap, columns, names, numbers, read_lines, show
 
 POLICIES = "beacon,recent,rpc,snapkv,rkv,initial,random,streaming"
 # Field of a row -> what it is called; kl in nats, all of them means over positions
@@ -53,8 +52,7 @@ def run(options: Namespace) -> dict[str, Any]:
         settle(policy, budget)
         if budget + 1 >= options.tokens:
             raise ValueError(f"budget={budget}: of {options.tokens} tokens none follows its first eviction")
-    if not (prompts := _prompts(options.prompts)[: options.limit]):
-        raise ValueError(f"--prompts {options.prompts}: there is no prompt in it")
+    prompts = [line["prompt"] for line in read_lines(options.prompts, ("prompt",))[: options.limit]]
     texts, ended = _write(options, prompts)
     means: dict[tuple[str, int], list[Tensor]] = {cell: [] for cell in cells}  # [3] of each text: MEASURES
     groups = [texts[first : first + options.group] for first in range(0, len(texts), options.group)]
@@ -75,16 +73,6 @@ def run(options: Namespace) -> dict[str, Any]:
     return {"n": len(texts), **said, "after_own_end": ended, "rows": rows}
 
 
-def _prompts(path: Path) -> list[str | list[int]]:
-    """The `prompt` of each line: a text, or token ids."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)["prompt"] for line in lines if line.strip()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        wanted = 'lines like {"prompt": "..."} are possible'
-        raise ValueError(f"--prompts {path}: {wanted} ({type(error).__name__}: {error})") from None
-
-
 def _open(options: Namespace, **eviction: Any) -> LLM:
     torch.cuda.empty_cache()  # what the LLM before has left would count as taken
     place = {"device": options.device, "dtype": options.dtype, "gpu_memory": 0.5}
@@ -96,8 +84,9 @@ def _write(options: Namespace, prompts: list[str | list[int]]) -> tuple[list[Tex
     llm, drawn = _open(options), {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     drawn |= {"min_p": 0.0, "max_tokens": options.tokens, "ignore_eos": True}
     if llm.tokenizer is not None and llm.tokenizer.chat_template is not None:
-        chats = ([{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts)
-        prompts = [llm.chat_prompt(c) if isinstance(c[0], dict) else c for c in chats]
+        prompts = [
+            llm.chat_prompt([{"role": "user", "content": p}]) if isinstance(p, str) else p for p in prompts
+        ]
     outputs = llm.generate(
         prompts, [SamplingParams(seed=options.seed + i, **drawn) for i in range(len(prompts))]
     )

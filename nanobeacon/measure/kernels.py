@@ -245,7 +245,7 @@ def roofline(model: str = "qwen3-4b") -> dict[str, list[dict]]:
 
 def median_seconds(call: Callable, device: str) -> float:
     """On a GPU out of a CUDA graph of many calls, so that launching costs nothing; on a CPU by the clock."""
-    if device == "cuda":
+    if device.startswith("cuda"):
         from triton.testing import do_bench_cudagraph
 
         return do_bench_cudagraph(call, rep=50, return_mode="median") / 1e3
@@ -260,17 +260,20 @@ def median_seconds(call: Callable, device: str) -> float:
 def timings(device: str) -> list[dict]:
     """Each kernel's time, and what its bytes would take at the rate of a plain copy, measured first. On a GPU
     Qwen3-4B with 14 and 192 requests of 2,048 slots; on a CPU something small, on the reference."""
-    shape = SHAPES["qwen3-4b" if device == "cuda" else "smollm2-135m"]
-    sizes = [(14, 2048, shape.layers), (192, 2048, 2)] if device == "cuda" else [(2, 256, 2)]
-    source = torch.zeros(2**30 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    cuda = device.startswith("cuda")
+    shape = SHAPES["qwen3-4b" if cuda else "smollm2-135m"]
+    sizes = [(14, 2048, shape.layers), (192, 2048, 2)] if cuda else [(2, 256, 2)]
+    source = torch.zeros(2**30 if cuda else 2**26, dtype=torch.uint8, device=device)
     target, rows = torch.zeros_like(source), []
-    copy_rate = 2 * source.numel() / median_seconds(lambda: target.copy_(source), device)
-    for requests, cached, layers in sizes:
-        kernels, spent = choose(device, shape.dim, shape.page), costs(shape, requests, cached, layers)
-        for name, call in calls(kernels, shape, requests, cached, layers, device).items():
-            seconds, (moved, operations) = median_seconds(call, device), spent[name]
-            row = {"kernel": name, "device": device, "requests": requests, "cached": cached, "layers": layers}
-            row |= {"us": round(seconds * 1e6, 1), "floor_us": round(moved / copy_rate * 1e6, 1)}
-            row |= {"of_copy_rate": round(moved / seconds / copy_rate, 3)}
-            rows.append(row | {"tflops": round(operations / seconds / 1e12, 3)})
+    with torch.cuda.device_of(source):  # Triton launches on the current GPU
+        copy_rate = 2 * source.numel() / median_seconds(lambda: target.copy_(source), device)
+        for requests, cached, layers in sizes:
+            kernels, spent = choose(device, shape.dim, shape.page), costs(shape, requests, cached, layers)
+            for name, call in calls(kernels, shape, requests, cached, layers, device).items():
+                seconds, (moved, operations) = median_seconds(call, device), spent[name]
+                row = {"kernel": name, "device": device, "requests": requests}
+                row |= {"cached": cached, "layers": layers}
+                row |= {"us": round(seconds * 1e6, 1), "floor_us": round(moved / copy_rate * 1e6, 1)}
+                row |= {"of_copy_rate": round(moved / seconds / copy_rate, 3)}
+                rows.append(row | {"tflops": round(operations / seconds / 1e12, 3)})
     return rows
