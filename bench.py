@@ -159,7 +159,8 @@ def record(options: Namespace) -> dict[str, Any]:
     from nanobeacon.measure.common import proc, proc_bytes
 
     versions = {"nanobeacon": nanobeacon.__version__, "python": platform.python_version()}
-    for name in ("torch", "triton", "safetensors", "transformers", "kvpress"):
+    versions["torch"] = str(torch.__version__)  # with the CUDA it was built for
+    for name in ("triton", "safetensors", "transformers", "kvpress"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     machine = {

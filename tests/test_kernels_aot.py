@@ -82,7 +82,7 @@ def test_every_kernel_compiles_for_every_target(rows):
 def test_nothing_spills(rows):
     """A stack frame means registers that went to memory, in the innermost loop."""
     assert [row for row in rows if row["spills"]] == []
-    assert [row for row in rows if row["target"].startswith("sm_") and row["registers"] > 200] == []
+    assert [row for row in rows if row["target"].startswith("sm_") and row["registers"] > 250] == []
 
 
 def test_shared_memory_fits_every_chip(rows):

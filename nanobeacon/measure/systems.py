@@ -5,6 +5,7 @@ out. They are driven step by step, so that they can take turns. Knows how to run
 is compared. A `job` holds a subcommand's options, settled: model (a folder), device, batch, prompt_length …
 """
 
+import inspect
 import random
 import time
 from argparse import Namespace
@@ -179,12 +180,14 @@ class Transformers(Subject):
         from transformers import DynamicCache
 
         ids, cache, device = torch.tensor(prompts, device=self.job.device), DynamicCache(), self.job.device
+        known = inspect.signature(self.model.forward).parameters
+        cached = {"cache" if "cache" in known else "past_key_values": cache}  # the old name goes in 5.40
         with self.press(self.model) if self.press else nullcontext():
             for i in range(output_length):
                 began, more = time.perf_counter(), {"use_cache": True, "logits_to_keep": 1}
                 if self.press and i:  # the cache is shorter than the text, so the position has to be told
                     more["position_ids"] = torch.full((1, 1), self.job.prompt_length + i - 1, device=device)
-                logits = self.model(ids, past_key_values=cache, **more).logits
+                logits = self.model(ids, **cached, **more).logits
                 ids = logits[:, -1].argmax(-1, keepdim=True)
                 ids.tolist()  # whoever serves tokens reads each of them
                 seconds, self.longest = time.perf_counter() - began, max(self.longest, cache.get_seq_length())
