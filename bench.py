@@ -13,13 +13,11 @@ import platform
 import sys
 import tempfile
 import time
-from argparse import Namespace
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from generate import Parser
 
@@ -55,14 +53,15 @@ TIMED = ("throughput", "crossover")  # those that run any model's shape
 def command_of(arguments: Sequence[str]) -> str:
     """The subcommand; without any, the tour."""
     commands = "\n".join(f"  {name:11}{text}" for name, text in COMMANDS.items())
-    top = Parser("bench.py", description=__doc__.splitlines()[0])
-    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top = Parser("bench.py", description=__doc__.splitlines()[0], formatter_class=RawDescriptionHelpFormatter)
     top.usage, top.epilog = "bench.py [SUBCOMMAND] [--help] ...", f"subcommands:\n{commands}"
     top.add_argument("command", nargs="?", default="tour", choices=COMMANDS, help=argparse.SUPPRESS)
     return top.parse_args(arguments[:1]).command
 
 
 def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
+    import torch
+
     p = Parser(prog=f"bench.py {command}", description=COMMANDS[command], conflict_handler="resolve")
     if command in TIMED:
         add_job_arguments(p)
@@ -119,7 +118,9 @@ def settled(options: Namespace) -> Iterator[Namespace]:
         if job.dtype == "auto":
             job.dtype = read_config(job.model).dtype or "bfloat16"
         if (job.device, job.dtype) == ("cpu", "float16"):
-            job.dtype = "bfloat16"  # as the engine does
+            if options.dtype != "auto":
+                raise ValueError("--dtype float16: a CPU computes that in bfloat16, which can be asked for")
+            job.dtype = "bfloat16"
         yield job
 
 
@@ -155,11 +156,12 @@ class Kernels:
 
 def record(options: Namespace) -> dict[str, Any]:
     """What it takes to run a measurement again, beside its command: versions, machine, threads, date."""
-    import nanobeacon
+    import torch
+
+    from nanobeacon import __version__
     from nanobeacon.measure.common import proc, proc_bytes
 
-    versions = {"nanobeacon": nanobeacon.__version__, "python": platform.python_version()}
-    versions["torch"] = str(torch.__version__)  # with the CUDA it was built for
+    versions = {"nanobeacon": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "safetensors", "transformers", "kvpress"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -186,6 +188,8 @@ def heading(result: dict[str, Any]) -> str:
 
 def measure(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run one subcommand and print its table; returns what the last line holds."""
+    import torch  # slow, so behind what can be wrong before, and where Ctrl-C is caught
+
     module = Kernels if command == "kernels" else importlib.import_module(f"nanobeacon.measure.{command}")
     options = parse(command, module, arguments)
     torch.set_num_threads(options.threads)
@@ -235,7 +239,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:  # a mistake; a worker or an output that failed
         if isinstance(error, OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
+        if not isinstance(error, BrokenPipeError):
+            print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130

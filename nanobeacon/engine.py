@@ -116,13 +116,13 @@ class Engine:
 
     def _limit(self, request: Request) -> str | None:
         """Settle max_tokens; the reason why the request cannot run, or None."""
-        prompt = request.prompt_token_ids
-        vocab_size = self.model.config.vocab_size
+        prompt, vocab_size = request.prompt_token_ids, self.model.config.vocab_size
         if not prompt:
             return "the prompt is empty and the model has no BOS token to begin with"
-        wrong = [t for t in [*prompt, *(request.forced or [])] if not 0 <= t < vocab_size]
+        given = [*prompt, *(request.forced or [])]
+        wrong = [t for t in given if type(t) is not int or not 0 <= t < vocab_size]
         if wrong:
-            return f"token id {wrong[0]}: possible are 0 to {vocab_size - 1}"
+            return f"token id {wrong[0]!r:.80}: possible are whole numbers from 0 to {vocab_size - 1}"
         if request.params.stop and self.tokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none; stop_token_ids work"
         left = self.max_model_len - len(prompt)

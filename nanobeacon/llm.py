@@ -105,7 +105,9 @@ class LLM:
         self, messages: Messages | Sequence[Messages], params: Params = None, enable_thinking: bool = True
     ) -> list[Output]:
         """Answers to one conversation (a list of messages) or several, rendered by the chat template."""
-        several = messages if messages and not isinstance(messages[0], dict) else [messages]
+        right = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+        check(right, "messages", messages, "a list of messages, or a list of such lists, is possible")
+        several = [messages] if isinstance(messages[0], dict) else messages
         return self.generate([self.chat_prompt(m, enable_thinking) for m in several], params)
 
     def chat_prompt(self, messages: Messages, enable_thinking: bool = True) -> list[int]:
@@ -179,6 +181,7 @@ class LLM:
 
     def submit(self, prompts: Any, params: Any = None) -> list[Request]:
         """Queue prompts; their requests in order, n for each. All is checked before anything is queued."""
+        check(isinstance(prompts, Sequence), "prompts", prompts, "a text or a list of prompts is possible")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         _check_texts("prompts", prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -221,7 +224,7 @@ class LLM:
         if isinstance(prompt, str):
             ids = self._text_needs_tokenizer("a text prompt").encode(prompt, special)
         else:
-            ids = [int(t) if isinstance(t, int) and not isinstance(t, bool) else -1 for t in prompt]
+            ids = list(prompt)
         if not ids and special and self.bos_token_id is not None:
             return [self.bos_token_id]
         return ids

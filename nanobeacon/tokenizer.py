@@ -71,7 +71,8 @@ class Tokenizer:
         """A conversation as text, to be encoded with special=False; the template gets all variables."""
         if self.chat_template is None:
             raise ValueError("the model has no chat template (or none named 'default'): use plain text")
-        if not all(isinstance(message, dict) and "role" in message for message in messages):
+        right = messages and all(isinstance(message, dict) and "role" in message for message in messages)
+        if not right:
             raise ValueError(f"messages have to be dicts with a 'role', not {messages!r:.200}")
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}  # none is not undefined
         given = self.special_tokens | defaults | variables

@@ -12,7 +12,7 @@ from tiny import prompt_of, text_folder, tiny_folder
 
 from nanobeacon import LLM, SamplingParams
 from nanobeacon.kernels import reference
-from nanobeacon.measure import accuracy, common, plots, selections
+from nanobeacon.measure import accuracy, plots, selections
 from nanobeacon.measure.grading import answer_in, is_right, normalise
 from nanobeacon.policies import POLICIES
 from nanobeacon.reasoner import demo, folder, task
@@ -344,17 +344,31 @@ def test_the_papers_sampling(speaker, problems, monkeypatch):
     [
         ('{"prompt": "a", "answer": 1}\n{"prompt": "a"}', "line 2: an object with answer"),
         ('{"answer": 1}', "line 1: an object"),
+        ('{"prompt": "a", "answer": null}', "line 1: an object"),
+        ('{"prompt": 5, "answer": 1}', "line 1: an object"),
+        ('{"messages": [], "answer": 1}', "line 1: an object"),
+        ('{"messages": 5, "answer": 1}', "line 1: an object"),
+        ('{"messages": [{"content": "a"}], "prompt": "a", "answer": 1}', "line 1: an object"),
+        ('{"prompt": "\\ud800", "answer": 1}', "line 1: .*surrogates"),
+        ("[" * 100_000, "line 1: "),
         ("[1]", "line 1: an object"),
         ("7", "line 1: "),
         ('{"prompt": ', "line 1: "),
-        ("\n", "it is empty; on each line an object with answer and prompt or messages"),
+        ("\n", "it is empty; an object with answer"),
     ],
 )
-def test_a_bad_file_is_named_with_its_line(tmp_path, text, said):
+def test_a_bad_file_is_named_with_its_line(speaker, tmp_path, text, said):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=said):
-        common.read_lines(path, ("answer",), ("prompt", "messages"))
+    with pytest.raises(ValueError, match=f"bad.jsonl.*{said}"):
+        on_file(speaker, path)
+
+
+@pytest.mark.parametrize("text", ["{}\n", "5\n", "garbage\n"])
+def test_results_that_no_run_wrote_are_named(speaker, problems, text):
+    problems.with_suffix(".results.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="sums.results.jsonl, line 1: "):
+        on_file(speaker, problems)
 
 
 # --- the shipped reasoner ---

@@ -195,9 +195,11 @@ def test_unknown_arguments_are_errors(folder):
 
 
 PROMPTS = {
-    "token too large": ([3, 320], r"token id 320: possible are 0 to 319"),
+    "token too large": ([3, 320], r"token id 320: possible are whole numbers from 0 to 319"),
     "token negative": ([-1], r"token id -1"),
-    "token is text": (["a"], r"token id"),
+    "token is text": (["a"], r"token id 'a'"),
+    "token is a fraction": ([1.5], r"token id 1.5"),
+    "token is a truth": ([True], r"token id True"),
     "too long": ([3] * 2048, r"2048 prompt tokens and 1 new ones .* 2048 together"),
     "does not fit": ([3] * 200, r"209 tokens .* 160 slots"),
 }
@@ -223,12 +225,27 @@ def test_an_empty_prompt_is_the_bos_or_an_error(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "call", ["prompts", "params", "count", "stop", "stream n", "score empty", "score count"]
+    "call",
+    [
+        "prompts",
+        "prompt",
+        "chat",
+        "no messages",
+        "params",
+        "count",
+        "stop",
+        "stream n",
+        "score empty",
+        "score count",
+    ],
 )
 def test_calls_that_mean_nothing_raise_before_anything_runs(call, folder, tmp_path):
     llm = LLM(folder, device="cpu")
     calls = {
         "prompts": lambda: llm.generate([3.5]),
+        "prompt": lambda: llm.generate(5),
+        "chat": lambda: llm.chat(5),
+        "no messages": lambda: llm.chat([]),
         "params": lambda: llm.generate(["a"], {"temperature": 1}),
         "count": lambda: llm.generate(["a", "b"], [SamplingParams()]),
         "stop": lambda: LLM(tiny_folder(tmp_path, "llama"), device="cpu").generate(

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -300,7 +302,7 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("throughput --threads 100000", "1 to"),
         ("throughput --table4 --scale 512 --preset smollm2-135m", "--scale 512 is too large: budget=4"),
         ("kernels --roofline --plot chart.svg", "--plot"),
-        ("fidelity --model FOLDER --prompts /dev/null", "an object with prompt is needed"),
+        ("fidelity --model FOLDER --prompts /dev/null", "it is empty; an object with prompt"),
         ("throughput --table4 --scale 0", "at least 1"),
         ("throughput --table4 --budgets 64", "--budgets: Table 4"),
         ("throughput --table4 --output-length 64", "--output-length: Table 4"),
@@ -316,6 +318,10 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("accuracy --temperature 0", "--temperature: only for --problems"),
         ("throughput --memory 2", "--memory: only --max-batch"),
         ("throughput --max-batch --vs transformers", "--vs: --max-batch"),
+        ("throughput --max-batch --memory 0", "--memory 0.0: a number of GB"),
+        ("throughput --max-batch --memory -1", "--memory -1.0: a number of GB"),
+        ("throughput --max-batch --memory inf", "--memory inf: a number of GB"),
+        ("throughput --dtype float16 --device cpu", "--dtype float16: a CPU"),
         ("throughput --budgets 64,many", "'64,many': values between commas"),
         ("throughput --model /no/such/folder", "/no/such/folder"),
         ("throughput --plot chart.png", ".svg"),
@@ -329,6 +335,8 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("throughput --no-cuda-graphs --device cpu", "--no-cuda-graphs: a CPU"),
         ("accuracy --policies full --budgets 64", "--budgets: none of"),
         ("accuracy --policies full --protect 4", "--protect: none of"),
+        ("accuracy --policies streaming --budgets 48 --window 20", "--window: no row"),
+        ("accuracy --budgets 48 --windows 16 --window 24", "--window: no row"),
         ("accuracy --n 0", "at least 1"),
         ("accuracy --batch 0", "at least 1"),
         ("accuracy --paper", "--paper: only for --problems"),
@@ -357,6 +365,40 @@ def test_an_output_that_cannot_be_written_is_one_line():
             words, stdout=full, stderr=subprocess.PIPE, text=True, cwd=os.path.dirname(bench.__file__)
         )
     assert ended.returncode == 1 and ended.stderr.startswith("bench.py: ") and ended.stderr.count("\n") == 1
+
+
+def test_the_end_of_a_pipe_is_silent():
+    command = f"{sys.executable} bench.py kernels --roofline | head -c 5"
+    ended = subprocess.run(
+        command, shell=True, capture_output=True, text=True, cwd=os.path.dirname(bench.__file__)
+    )
+    assert (ended.stdout, ended.stderr) == ("kerne", "")
+
+
+def test_ctrl_c_while_torch_is_imported_is_status_130():
+    words = [sys.executable, "-X", "importtime", "bench.py", "kernels", "--roofline"]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=os.path.dirname(bench.__file__)
+    )
+    lines = iter(process.stderr.readline, "")
+    assert any(line.split("|")[-1].strip().startswith("torch.") for line in lines)
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate()[1]
+    assert process.returncode == 130 and "Traceback" not in rest
+
+
+def test_a_worker_ends_with_a_parent_that_is_killed():
+    code = "from nanobeacon.measure.common import Worker\n"
+    code += "with Worker('a module', 1, __import__, 'time') as worker:\n"
+    code += "  print(worker._process.pid, flush=True)\n  worker.call('sleep', 600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_a_workers_failures_are_told_apart(capfd):

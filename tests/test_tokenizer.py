@@ -476,7 +476,7 @@ def test_a_template_that_fails_is_a_value_error(template, message):
         Tokenizer(byte_level(), {}, template).render_chat(USER)
 
 
-@pytest.mark.parametrize("messages", ["hi", [{"content": "hi"}], ["hi"]])
+@pytest.mark.parametrize("messages", ["hi", [{"content": "hi"}], ["hi"], []])
 def test_messages_that_are_none_are_refused(messages):
     with pytest.raises(ValueError, match="role"):
         Tokenizer(byte_level(), {}, "x").render_chat(messages)

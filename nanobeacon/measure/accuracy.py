@@ -35,6 +35,7 @@ OF_REASONER = ("length", "no_recitation", "teacher_forced")  # options that a fi
 OF_FILE = ("paper", "max_tokens", "temperature", "top_p", "raw")
 PAPER = dict(temperature=0.6, top_p=0.95, top_k=0, min_p=0.0, max_tokens=32768)  # section 5.1
 _json = partial(json.dumps, sort_keys=True, ensure_ascii=False)
+PROBLEM = "an object with answer (text or number) and prompt (text) or messages (each with a role)"
 FINDERS = ("fps", "random", *selections.SELECTIONS)  # of beacons
 
 
@@ -157,10 +158,13 @@ def run(options: Namespace) -> dict[str, Any]:
     if on_file and set(o.select) & set(selections.SELECTIONS):
         raise ValueError(f"select={','.join(o.select)}: with --problems fps and random are possible")
     todo, rows = cells(o), []
-    if not any(cell.settings for cell in todo):
-        refuse(options, ("budgets", "protect", "window"), "none of the policies has a budget")
+    settings = [cell.settings for cell in todo if cell.settings]
+    if not settings:
+        refuse(options, ("budgets", "protect"), "none of the policies has a budget")
+    if o.window not in [s.policy.window for s in settings]:
+        refuse(options, ("window",), "no row would have it")
     if on_file:
-        measure, problems = _on_file, read_lines(o.problems, ("answer",), ("prompt", "messages"))
+        measure, problems = _on_file, read_lines(o.problems, _is_problem, PROBLEM)
     else:
         measure, problems = _on_reasoner, task.problems(o.n, o.length, o.seed, not o.no_recitation)
     with tqdm(total=len(todo) * len(problems), unit="problem", disable=None) as bar:
@@ -191,6 +195,15 @@ def _on_reasoner(cell: Cell, options: Namespace, problems: list[task.Problem], b
     }
 
 
+def _is_problem(line: dict[str, Any]) -> bool:
+    answer, messages = line.get("answer"), line.get("messages")
+    asked = isinstance(line.get("prompt"), str)
+    if messages is not None:
+        asked = isinstance(messages, list) and bool(messages)
+        asked = asked and all(isinstance(message, dict) and "role" in message for message in messages)
+    return asked and isinstance(answer, str | int | float) and not isinstance(answer, bool)
+
+
 def _on_file(cell: Cell, options: Namespace, problems: list[dict], bar: tqdm) -> dict[str, Any]:
     """pass@1 and lengths over a file. What its results hold under the same settings is not run again."""
     given = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens")}
@@ -201,9 +214,11 @@ def _on_file(cell: Cell, options: Namespace, problems: list[dict], bar: tqdm) ->
     keys = [hashlib.sha256(_json([problem, settings]).encode()).hexdigest()[:16] for problem in problems]
     path = options.problems.with_suffix(".results.jsonl")
     path.touch()
-    *lines, cut_off = path.read_bytes().split(b"\n")
+    cut_off = path.read_bytes().rpartition(b"\n")[2]
     os.truncate(path, path.stat().st_size - len(cut_off))
-    done = {record["key"]: record for record in map(json.loads, lines)}
+    wanted = {"key", "attempts", "cached_tokens", "query_bytes"}
+    before = (path, wanted.issubset, "what an earlier run wrote (delete the file to begin anew)")
+    done = {record["key"]: record for record in (read_lines(*before) if path.stat().st_size else ())}
     missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
     bar.update(len(problems) - len(missing))
     with open(path, "a", encoding="utf-8") as file:

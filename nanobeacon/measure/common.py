@@ -5,9 +5,11 @@ Knows nothing of models, engines or of what is measured.
 
 import json
 import multiprocessing
+import os
 import signal
 import statistics
 import sys
+import threading
 import traceback
 import warnings
 from argparse import ArgumentTypeError, Namespace
@@ -50,21 +52,21 @@ def refuse(options: Namespace, given: Sequence[str], where: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: {where}")
 
 
-def read_lines(path: Path, *needed: Sequence[str]) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, with a field of every group. ValueError names a line."""
+def read_lines(path: Path, right: Callable[[dict], bool], wanted: str) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file. ValueError names the line that is not right, and what is wanted."""
     found, where = [], str(path)
-    wanted = f"an object with {' and '.join(' or '.join(group) for group in needed)} is needed"
     try:
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             if line.strip():
                 where = f"{path}, line {number}"
                 found.append(json.loads(line))
-                if type(found[-1]) is not dict or not all(set(group) & set(found[-1]) for group in needed):
-                    raise ValueError(wanted)
-    except (OSError, ValueError) as error:
+                json.dumps(found[-1], ensure_ascii=False).encode()  # no lone surrogates
+                if type(found[-1]) is not dict or not right(found[-1]):
+                    raise ValueError(f"{wanted} is needed")
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from error
     if not found:
-        raise ValueError(f"{where}: it is empty; on each line {wanted}")
+        raise ValueError(f"{where}: it is empty; {wanted} is needed on each line")
     return found
 
 
@@ -136,7 +138,9 @@ class Worker:
         context = multiprocessing.get_context("spawn")  # a fork would share what the parent has loaded
         self.name, (self._pipe, there) = name, context.Pipe()
         self._process = context.Process(target=_serve, args=(there, threads, make, arguments), daemon=True)
-        self._process.start()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # is inherited: Ctrl-C is for the parent alone,
+        self._process.start()  # which ends this process
+        signal.signal(signal.SIGINT, before)
         there.close()
 
     def __enter__(self) -> "Worker":
@@ -172,11 +176,16 @@ class Worker:
         return value
 
 
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def _serve(pipe: Any, threads: int, function: Callable, arguments: tuple) -> None:
     """What a worker's process does until the other end is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, and the parent ends this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it cleans up
     warnings.simplefilter("ignore", FutureWarning)
+    threading.Thread(target=_end_with_parent, daemon=True).start()  # a parent that is killed says nothing
     torch.set_num_threads(threads)
     subject = None
     while True:

@@ -19,6 +19,7 @@ from . import plots
 from .common import bootstrap, columns, names, numbers, read_lines, show
 
 POLICIES = "beacon,recent,rpc,snapkv,rkv,initial,random,streaming"
+PROMPT = "an object with prompt, a text or a list of token ids,"
 # Field of a row -> what it is called; kl in nats, all of them means over positions
 MEASURES = {"kl": "KL(full || policy)", "agreement": "top-1 agreement", "lost": "log-probability lost"}
 Text = tuple[list[int], list[int]]  # token ids of a prompt, and of what the model went on with
@@ -52,8 +53,8 @@ def run(options: Namespace) -> dict[str, Any]:
         settle(policy, budget)
         if budget + 1 >= options.tokens:
             raise ValueError(f"budget={budget}: of {options.tokens} tokens none follows its first eviction")
-    prompts = [line["prompt"] for line in read_lines(options.prompts, ("prompt",))[: options.limit]]
-    texts, ended = _write(options, prompts)
+    prompts = [line["prompt"] for line in read_lines(options.prompts, _is_prompt, PROMPT)]
+    texts, ended = _write(options, prompts[: options.limit])
     means: dict[tuple[str, int], list[Tensor]] = {cell: [] for cell in cells}  # [3] of each text: MEASURES
     groups = [texts[first : first + options.group] for first in range(0, len(texts), options.group)]
     with tqdm(total=len(groups) * len(cells), unit="replay", leave=False, disable=None) as bar:
@@ -71,6 +72,11 @@ def run(options: Namespace) -> dict[str, Any]:
         rows.append(row | {"kl_beyond_first": bootstrap((values - first)[:, 0].tolist())})
     said = {name: getattr(options, name) for name in ("tokens", "temperature", "top_p", "seed", "group")}
     return {"n": len(texts), **said, "after_own_end": ended, "rows": rows}
+
+
+def _is_prompt(line: dict[str, Any]) -> bool:
+    prompt = line.get("prompt")
+    return isinstance(prompt, str) or (isinstance(prompt, list) and all(type(i) is int for i in prompt))
 
 
 def _open(options: Namespace, **eviction: Any) -> LLM:

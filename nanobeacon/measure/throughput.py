@@ -47,6 +47,8 @@ def run(options: Namespace) -> dict[str, Any]:
         refuse(options, ("batch", "vs"), "--max-batch looks for the engine's own")
     else:
         refuse(options, ("memory",), "only --max-batch asks for it")
+    if options.memory is not None and not 0 < options.memory < float("inf"):
+        raise ValueError(f"--memory {options.memory}: a number of GB above 0 is possible")
     asked, options = options, filled(options, DEFAULTS)
     if min(*options.batch, options.scale) < 1:
         raise ValueError(f"batch={options.batch}, scale={options.scale}: numbers of at least 1 are possible")
