@@ -196,8 +196,7 @@ def measure(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     if command in TIMED:
         options.preset = options.preset or (None if options.model else "smollm2-135m")
         with settled(options) as job:
-            found = module.run(job)
-        found = {name: getattr(job, name) for name in ("load", "device", "dtype")} | found
+            found = {n: getattr(job, n) for n in ("load", "device", "dtype")} | module.run(job)
     else:
         found = module.run(options)
     model = getattr(options, "model", None) or getattr(options, "preset", None)
@@ -220,8 +219,7 @@ def tour(arguments: Sequence[str]) -> dict[str, Any]:
     Parser(prog="bench.py tour", description=COMMANDS["tour"]).parse_args(arguments)
     parts = []
     for line in TOUR:
-        command, *rest = line.split()
-        rest = [word.format(reasoner=os.path.relpath(folder())) for word in rest]
+        command, *rest = (word.format(reasoner=os.path.relpath(folder())) for word in line.split())
         print(f"$ python bench.py {' '.join((command, *rest))}", flush=True)
         parts.append(measure(command, rest))
     print("There is more (bench.py SUBCOMMAND --help):")
@@ -235,6 +233,8 @@ def main(arguments: list[str] | None = None) -> int:
         command = command_of(arguments)
         result = tour(arguments[1:]) if command == "tour" else measure(command, arguments[1:])
         print(json.dumps(result), flush=True)
+        if error := result.get("first_error"):
+            raise RuntimeError(f"some requests failed: {error}")
         return 0
     except (ValueError, RuntimeError, OSError) as error:  # a mistake; a worker or an output that failed
         if isinstance(error, OSError):

@@ -27,6 +27,7 @@ BLOCK_BYTES = 4 << 20  # what loading holds beside the model
 def resolve(model: str | Path, config_only: bool = False) -> Path:
     """A folder as it is, or a hub repository's snapshot, cached or downloaded (config_only: without weights).
     ValueError, one line, for what is neither or cannot be had."""
+    require(isinstance(model, str | Path), "model", model, "a folder or a repository id")
     name = os.path.expanduser(model)
     if name and os.path.isdir(name):
         return Path(name)

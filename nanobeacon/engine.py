@@ -33,7 +33,7 @@ log = logging.getLogger("nanobeacon")
 class Stats:
     """What an engine has done; seconds are wall time, bytes maxima over steps, summed over requests."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # computed: what a preemption repeats is counted again
     output_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -145,13 +145,13 @@ class Engine:
                 request.finish_reason = "abort"
                 self._close(request)
 
-    def step(self) -> list[Request]:
-        """One forward pass; returns the requests that got a token. If it fails, those in it end in error."""
+    def step(self) -> list[Request] | None:
+        """One forward pass: who got a token, None if nobody waits. If it fails, those in it end in error."""
         with self._lock, torch.cuda.device_of(self.cache.keys):  # Triton launches on the current GPU
             if self._stepping:  # the lock lets its own thread in
                 raise RuntimeError("on_logits cannot use the LLM that is calling it")
             plan = self.scheduler.plan()
-            return [] if plan is None else self._run_or_end(plan)
+            return None if plan is None else self._run_or_end(plan)
 
     def _run_or_end(self, plan: Plan) -> list[Request]:
         self._stepping = True

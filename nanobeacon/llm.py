@@ -118,8 +118,10 @@ class LLM:
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of the text as they come; joined they are the text. Breaking out aborts the request."""
         self._text_needs_tokenizer("stream")
+        check(isinstance(params, SamplingParams | None), "params", params, "SamplingParams are possible")
         n = 1 if params is None else params.n
         check(n == 1, "n", n, "a stream is one completion; generate gives several")
+        _check_texts("prompts", [prompt])
         prompt = self._ids(prompt)
 
         def pieces() -> Iterator[str]:
@@ -147,6 +149,7 @@ class LLM:
         check(alone == isinstance(continuations, str), "continuations", continuations, needed)
         if alone:
             prompts, continuations = [prompts], [continuations]
+        check(on_logits is None or callable(on_logits), "on_logits", on_logits, "a function is possible")
         check(len(prompts) == len(continuations), "continuations", continuations, "one a prompt is needed")
         _check_texts("prompts", prompts)
         _check_texts("continuations", continuations)
@@ -186,11 +189,13 @@ class LLM:
         _check_texts("prompts", prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        wanted = "SamplingParams or a list of them is possible"
+        check(isinstance(params, Sequence), "params", params, wanted)
         check(
             len(params) == len(prompts), "params", params, f"one, or one for each of {len(prompts)} prompts"
         )
         for p in params:
-            check(isinstance(p, SamplingParams), "params", p, "SamplingParams or a list of them is possible")
+            check(isinstance(p, SamplingParams), "params", p, wanted)
             if p.stop:
                 self._text_needs_tokenizer("stop strings")
         ids = [self._ids(prompt) for prompt in prompts]
@@ -205,8 +210,8 @@ class LLM:
         waiting = list(requests)
         try:
             while waiting:
-                if any(r.finish_reason is None and not r.pieces for r in waiting):
-                    self.engine.step()
+                if _lack(waiting) and self.engine.step() is None and _lack(waiting):
+                    raise ValueError("requests: some are not of this LLM's submit")
                 for request in [r for r in waiting if r.pieces or r.finish_reason]:
                     piece, request.pieces = "".join(request.pieces), []
                     if request.finish_reason:
@@ -233,6 +238,11 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, and the model's folder has none; token ids work")
         return self.tokenizer
+
+
+def _lack(requests: Sequence[Request]) -> bool:
+    """Whether one of them needs another step to have anything to show."""
+    return any(r.finish_reason is None and not r.pieces for r in requests)
 
 
 def _check_texts(name: str, values: Sequence[Any]) -> None:

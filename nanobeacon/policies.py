@@ -51,6 +51,11 @@ class Policy:
             check(value in words, f"policy {self.name!r}: {name}", value, f"possible are {words}")
         for name in ("beacons", "recents", "window"):
             check_whole(name, getattr(self, name))
+        blind = self.select != "none" or self.beacons == 0
+        check(blind, "beacons", self.beacons, "select='none' finds no beacons; 0 is possible")
+        share = self.attention_share
+        right = share is None or (isinstance(share, int | float) and 0 <= share <= 1)
+        check(right, "attention_share", share, "None or a number from 0 to 1 is possible")
         if self.buffer is not None:
             check_whole("buffer", self.buffer, least=self.beacons + self.recents)
 
@@ -145,7 +150,7 @@ def settle(
     if budget is None:
         given = (numbers | {"protect": protect}).items()
         idle = [f"{name}={value}" for name, value in given if value != DEFAULTS[name]]
-        idle += [f"policy={policy.name!r}"] if policy.name not in ("beacon", "full") else []
+        idle += [f"policy={policy.name!r}"] if policy not in (POLICIES["beacon"], POLICIES["full"]) else []
         if idle:
             raise ValueError(f"{idle[0]}: acts only under a budget, and budget=None; give one")
         return None

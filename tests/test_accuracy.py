@@ -4,6 +4,7 @@ import io
 import json
 from argparse import ArgumentParser
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ def toy(model, *arguments):
 
 
 RIGHT = [
+    ("The result is \u22124.", "-4"),
     (r"so \boxed{5}", 5),
     (r"first \boxed{3}, then \boxed{\frac{3}{4}}", "0.75"),
     (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}"),
@@ -93,6 +95,7 @@ RIGHT = [
     (r"\boxed{12} and then \boxed{3", "12"),
 ]
 WRONG = [
+    ("The result is \u22124.", "4"),
     (r"\boxed{5x}", "5"),
     (r"\boxed{2m+1}", "2k+1"),
     (r"\boxed{2h}", "2"),
@@ -308,8 +311,10 @@ def test_answers_are_graded_and_errors_are_not_kept(speaker, tmp_path):
         + "\n"
     )
     options = ("--n", 1, "--max-tokens", 8, "--temperature", 0, "--raw", "--policies", "full")
-    (row,) = run("--model", speaker, "--problems", path, *options)["rows"]
-    assert row["errors"] == 1 and row["cut"] == 0.5
+    result = run("--model", speaker, "--problems", path, *options)
+    (row,) = result["rows"]
+    assert row["errors"] == 1 and row["cut"] == 1.0 and row["output_tokens"] == 8
+    assert "new ones were asked for" in result["first_error"]
     assert row["pass_at_1"]["mean"] == (0.5 if answer_in(wanted.text) else 0.0)
     assert len(path.with_suffix(".results.jsonl").read_text().splitlines()) == 1
 
@@ -337,6 +342,22 @@ def test_the_papers_sampling(speaker, problems, monkeypatch):
     assert (seen[0].temperature, seen[0].top_p, seen[0].top_k, seen[0].max_tokens) == (0.6, 0.95, 0, 5)
     assert accuracy.PAPER["max_tokens"] == 32768
     assert len({params.seed for params in seen}) == 4, "each problem has its own draws"
+
+
+def test_the_papers_length_is_cut_to_the_context_and_a_failed_request_is_status_1(speaker, tmp_path, capsys):
+    import bench
+
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"prompt": "7", "answer": 7}\n')
+    words = f"accuracy --model {speaker} --problems {path} --n 1 --policies full --paper --raw".split()
+    assert bench.main(words) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    context = json.loads((Path(speaker) / "config.json").read_text())["max_position_embeddings"]
+    assert row["longest"] <= context
+    path.write_text(json.dumps({"prompt": "x" * 5000, "answer": 1}) + '\n{"prompt": "8", "answer": 7}\n')
+    assert bench.main([*words, "--max-tokens", "4"]) == 1
+    said = capsys.readouterr().err
+    assert "bench.py: some requests failed: " in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(

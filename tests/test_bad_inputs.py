@@ -226,18 +226,8 @@ def test_an_empty_prompt_is_the_bos_or_an_error(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "call",
-    [
-        "prompts",
-        "prompt",
-        "chat",
-        "no messages",
-        "params",
-        "count",
-        "stop",
-        "stream n",
-        "score empty",
-        "score count",
-    ],
+    ["prompts", "prompt", "chat", "no messages", "params", "one params", "count", "stop", "stream n"]
+    + ["stream params", "stream prompt", "on_logits", "another's", "score empty", "score count"],
 )
 def test_calls_that_mean_nothing_raise_before_anything_runs(call, folder, tmp_path):
     llm = LLM(folder, device="cpu")
@@ -245,6 +235,11 @@ def test_calls_that_mean_nothing_raise_before_anything_runs(call, folder, tmp_pa
         "prompts": lambda: llm.generate([3.5]),
         "prompt": lambda: llm.generate(5),
         "chat": lambda: llm.chat(5),
+        "one params": lambda: llm.generate(["a"], 3),
+        "stream params": lambda: llm.stream("a", {"n": 1}),
+        "stream prompt": lambda: llm.stream(None),
+        "on_logits": lambda: llm.score(["a"], ["b"], on_logits=3),
+        "another's": lambda: list(llm.run(LLM(folder, device="cpu").submit(["a"]))),
         "no messages": lambda: llm.chat([]),
         "params": lambda: llm.generate(["a"], {"temperature": 1}),
         "count": lambda: llm.generate(["a", "b"], [SamplingParams()]),

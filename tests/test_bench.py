@@ -328,6 +328,10 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("throughput --plot /no/such/folder/chart.svg", "folder"),
         ("crossover --turn 0", "at least 1"),
         ("crossover --model FOLDER --output-length 4000 --batch 1 --prompt-length 9", "2048"),
+        (
+            "crossover --model FOLDER --output-length 1000 --batch 1 --prompt-length 2000",
+            "output_length=1000",
+        ),
         ("fidelity", "--model"),
         ("fidelity --model FOLDER --budgets 64 --tokens 65", "first eviction"),
         ("fidelity --model FOLDER --group 0", "at least 1"),

@@ -229,10 +229,24 @@ def test_an_unknown_word_in_a_policy_is_named(name):
         replace(Policy("mine"), **{name: "typo"})
 
 
-@pytest.mark.parametrize("name, value", [("beacons", -1), ("recents", 2.5), ("window", -3), ("buffer", 5)])
+@pytest.mark.parametrize(
+    "name, value",
+    [("beacons", -1), ("recents", 2.5), ("window", -3), ("buffer", 5)]
+    + [("attention_share", 2), ("attention_share", float("nan")), ("attention_share", -1)],
+)
 def test_an_impossible_number_in_a_policy_is_named(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         replace(Policy("mine", "queries"), **{name: value})
+
+
+def test_beacons_that_nobody_finds_are_refused():
+    with pytest.raises(ValueError, match="beacons=16"):
+        Policy("mine", select="none")
+
+
+def test_a_policy_of_ones_own_needs_a_budget_whatever_its_name():
+    with pytest.raises(ValueError, match="acts only under a budget"):
+        settle(Policy("beacon", pool="mean"))
 
 
 # What is possible arrives.

@@ -149,8 +149,7 @@ def run(options: Namespace) -> dict[str, Any]:
     else:
         refuse(o, OF_FILE, "only for --problems; the reasoner's are greedy and of one length")
     ablated = o.splits or o.pooling or o.select or o.windows or o.buffers
-    defaults = (FILE if on_file else REASONER) | ({"policies": []} if ablated else {})
-    o = filled(o, defaults)
+    o = filled(o, (FILE if on_file else REASONER) | ({"policies": []} if ablated else {}))
     if min(o.n, o.batch) < 1:
         raise ValueError(f"n={o.n}, batch={o.batch}: at least 1 is possible")
     if on_file and not o.model:
@@ -173,6 +172,7 @@ def run(options: Namespace) -> dict[str, Any]:
             rows.append(cell.described() | measure(cell, o, problems, bar))
     about = ("model", "n", "seed", "length", "no_recitation", "teacher_forced", "paper")
     problems = {"problems": str(o.problems or "reasoner"), "num_problems": len(problems)}
+    problems["first_error"] = ([e for row in rows if (e := row.pop("first_error", None))] or [None])[0]
     return {name: getattr(o, name) for name in about} | problems | {"rows": rows}
 
 
@@ -196,11 +196,10 @@ def _on_reasoner(cell: Cell, options: Namespace, problems: list[task.Problem], b
 
 
 def _is_problem(line: dict[str, Any]) -> bool:
-    answer, messages = line.get("answer"), line.get("messages")
-    asked = isinstance(line.get("prompt"), str)
+    answer, messages, asked = line.get("answer"), line.get("messages"), isinstance(line.get("prompt"), str)
     if messages is not None:
-        asked = isinstance(messages, list) and bool(messages)
-        asked = asked and all(isinstance(message, dict) and "role" in message for message in messages)
+        roles = isinstance(messages, list) and [isinstance(m, dict) and "role" in m for m in messages]
+        asked = bool(roles) and all(roles)
     return asked and isinstance(answer, str | int | float) and not isinstance(answer, bool)
 
 
@@ -240,8 +239,11 @@ def _answers(cell: Cell, options: Namespace, params: SamplingParams, problems: d
         plain = "prompt" in problem and (options.raw or llm.tokenizer.chat_template is None)
         messages = problem.get("messages") or [{"role": "user", "content": problem["prompt"]}]
         seed = random.Random(f"{options.seed} {_json(problem)}").getrandbits(60)  # whatever ran before it
-        prompt = problem["prompt"] if plain else llm.chat_prompt(messages)
-        waiting[key] = llm.submit([prompt], replace(params, seed=seed))
+        prompt = llm.tokenizer.encode(problem["prompt"]) if plain else llm.chat_prompt(messages)
+        most = params.max_tokens
+        if options.paper and options.max_tokens is None:  # the paper's length, or what the context leaves
+            most = min(most, max(1, llm.engine.max_model_len - len(prompt)))
+        waiting[key] = llm.submit([prompt], replace(params, seed=seed, max_tokens=most))
     for _ in llm.run([request for requests in waiting.values() for request in requests]):
         for key in [key for key, requests in waiting.items() if all(r.finish_reason for r in requests)]:
             attempts = [_attempt(request, problems[key]["answer"]) for request in waiting.pop(key)]
@@ -258,16 +260,19 @@ def _attempt(request: Request, answer: Any) -> dict[str, Any]:
 
 def _summary(records: list[dict]) -> dict[str, Any]:
     attempts = [attempt for record in records for attempt in record["attempts"]]
-    if all(attempt["error"] for attempt in attempts):
-        raise ValueError(attempts[0]["error"])
+    ended = [attempt for attempt in attempts if not attempt["error"]]
+    failed = [attempt["error"] for attempt in attempts if attempt["error"]]
+    if not ended:
+        raise ValueError(failed[0])
     return {
         "pass_at_1": common.bootstrap([fmean(a["right"] for a in record["attempts"]) for record in records]),
-        "output_tokens": fmean(attempt["output_tokens"] for attempt in attempts),
-        "longest": max(attempt["output_tokens"] for attempt in attempts),
-        "cut": fmean(attempt["finish_reason"] == "length" for attempt in attempts),
-        "errors": sum(attempt["error"] is not None for attempt in attempts),
+        "output_tokens": fmean(attempt["output_tokens"] for attempt in ended),
+        "longest": max(attempt["output_tokens"] for attempt in ended),
+        "cut": fmean(attempt["finish_reason"] == "length" for attempt in ended),
+        "errors": len(failed),
         "cached_tokens": max(record["cached_tokens"] for record in records),
         "query_bytes": records[0]["query_bytes"],
+        "first_error": failed[0] if failed else None,
     }
 
 

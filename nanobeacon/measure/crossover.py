@@ -104,7 +104,7 @@ def table(result: dict[str, Any]) -> str:
         line += [f"{max(row['worst_cost'], 0):.1%}", row["at_length"], f"{row['speedup']:.2f}"]
         lines.append([*line, *(f"{row[name] / 1e6:,.1f}" for name in ("kv_bytes", "full_kv_bytes"))])
     note = "Lengths: tokens decoded of a request. Cost: time beyond the full cache's, up to that length."
-    return columns([*head, "speed-up at the end", "KV MB", "full KV MB"], lines) + "\n" + note
+    return columns([*head, "speed-up over all", "KV MB", "full KV MB"], lines) + "\n" + note
 
 
 def charts(result: dict[str, Any]) -> list[str]:

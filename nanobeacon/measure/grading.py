@@ -48,7 +48,7 @@ def answer_in(text: str) -> str | None:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
                 return text[box.end() : end]
-    numbers = re.findall(_LAST, text)
+    numbers = re.findall(_LAST, text.replace("\u2212", "-"))
     return numbers[-1].rstrip(",") if numbers else None
 
 

@@ -74,6 +74,9 @@ class Subject:
 
     def __init__(self, system: System, job: Namespace) -> None:
         self.system, self.job, self.shape = system, job, read_config(job.model)
+        if job.prompt_length + job.output_length > (most := self.shape.max_position_embeddings):
+            asked = f"prompt_length={job.prompt_length}, output_length={job.output_length}"
+            raise ValueError(f"{asked}: {most} tokens together are possible (the model's positions)")
         self._load()
         # On a GPU the first run compiles kernels, those of an eviction too
         warm_up = (system.budget or 0) + WARM_UP if job.device.startswith("cuda") else WARM_UP
