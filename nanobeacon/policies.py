@@ -51,8 +51,8 @@ class Policy:
             check(value in words, f"policy {self.name!r}: {name}", value, f"possible are {words}")
         for name in ("beacons", "recents", "window"):
             check_whole(name, getattr(self, name))
-        blind = self.select != "none" or self.beacons == 0
-        check(blind, "beacons", self.beacons, "select='none' finds no beacons; 0 is possible")
+        found = self.select != "none" or self.beacons == 0
+        check(found, "beacons", self.beacons, "select='none' finds no beacons; 0 is possible")
         share = self.attention_share
         right = share is None or (isinstance(share, int | float) and 0 <= share <= 1)
         check(right, "attention_share", share, "None or a number from 0 to 1 is possible")

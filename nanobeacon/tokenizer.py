@@ -71,8 +71,7 @@ class Tokenizer:
         """A conversation as text, to be encoded with special=False; the template gets all variables."""
         if self.chat_template is None:
             raise ValueError("the model has no chat template (or none named 'default'): use plain text")
-        right = messages and all(isinstance(message, dict) and "role" in message for message in messages)
-        if not right:
+        if not are_messages(messages):
             raise ValueError(f"messages have to be dicts with a 'role', not {messages!r:.200}")
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}  # none is not undefined
         given = self.special_tokens | defaults | variables
@@ -140,6 +139,12 @@ class TextStream:
         piece, self._held = new[:cut], "" if ends else new[cut:]
         self._pieces.append(piece)
         return piece
+
+
+def are_messages(value: object) -> bool:
+    """Whether something is a conversation, of at least one message."""
+    listed = isinstance(value, list | tuple) and bool(value)
+    return listed and all(isinstance(message, dict) and "role" in message for message in value)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

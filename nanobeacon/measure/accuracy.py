@@ -25,6 +25,7 @@ from ..policies import POLICIES, EvictionSettings, Policy, settle
 from ..reasoner import folder, task
 from ..reasoner.solve import solve, solve_forced
 from ..request import Request
+from ..tokenizer import are_messages
 from . import common, grading, plots, selections
 from .common import filled, listed, read_lines, refuse
 
@@ -127,8 +128,7 @@ def _variants(options: Namespace) -> Iterator[tuple[str, Policy, str | None]]:
         yield name, replace(POLICIES[name], **{"window": options.window} if windowed else {}), None
     beacon = replace(POLICIES["beacon"], window=options.window)
     for beacons, recents in options.splits:
-        select = "fps" if beacons else "none"
-        yield f"{beacons}:{recents}", replace(beacon, beacons=beacons, recents=recents, select=select), None
+        yield f"{beacons}:{recents}", replace(beacon, beacons=beacons, recents=recents), None
     for pool in options.pooling:
         yield f"pooling {pool}", replace(beacon, pool=pool), None
     for name in options.select:
@@ -172,7 +172,8 @@ def run(options: Namespace) -> dict[str, Any]:
             rows.append(cell.described() | measure(cell, o, problems, bar))
     about = ("model", "n", "seed", "length", "no_recitation", "teacher_forced", "paper")
     problems = {"problems": str(o.problems or "reasoner"), "num_problems": len(problems)}
-    problems["first_error"] = ([e for row in rows if (e := row.pop("first_error", None))] or [None])[0]
+    errors = [error for row in rows if (error := row.pop("first_error", None))]
+    problems["first_error"] = errors[0] if errors else None
     return {name: getattr(o, name) for name in about} | problems | {"rows": rows}
 
 
@@ -196,10 +197,8 @@ def _on_reasoner(cell: Cell, options: Namespace, problems: list[task.Problem], b
 
 
 def _is_problem(line: dict[str, Any]) -> bool:
-    answer, messages, asked = line.get("answer"), line.get("messages"), isinstance(line.get("prompt"), str)
-    if messages is not None:
-        roles = isinstance(messages, list) and [isinstance(m, dict) and "role" in m for m in messages]
-        asked = bool(roles) and all(roles)
+    answer, messages = line.get("answer"), line.get("messages")
+    asked = isinstance(line.get("prompt"), str) if messages is None else are_messages(messages)
     return asked and isinstance(answer, str | int | float) and not isinstance(answer, bool)
 
 
@@ -216,8 +215,9 @@ def _on_file(cell: Cell, options: Namespace, problems: list[dict], bar: tqdm) ->
     cut_off = path.read_bytes().rpartition(b"\n")[2]
     os.truncate(path, path.stat().st_size - len(cut_off))
     wanted = {"key", "attempts", "cached_tokens", "query_bytes"}
-    before = (path, wanted.issubset, "what an earlier run wrote (delete the file to begin anew)")
-    done = {record["key"]: record for record in (read_lines(*before) if path.stat().st_size else ())}
+    said = "what an earlier run wrote (delete the file to begin anew)"
+    earlier = read_lines(path, wanted.issubset, said) if path.stat().st_size else []
+    done = {record["key"]: record for record in earlier}
     missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
     bar.update(len(problems) - len(missing))
     with open(path, "a", encoding="utf-8") as file:

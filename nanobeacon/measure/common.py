@@ -59,10 +59,11 @@ def read_lines(path: Path, right: Callable[[dict], bool], wanted: str) -> list[d
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             if line.strip():
                 where = f"{path}, line {number}"
-                found.append(json.loads(line))
-                json.dumps(found[-1], ensure_ascii=False).encode()  # no lone surrogates
-                if type(found[-1]) is not dict or not right(found[-1]):
+                entry = json.loads(line)
+                json.dumps(entry, ensure_ascii=False).encode()  # no lone surrogates
+                if type(entry) is not dict or not right(entry):
                     raise ValueError(f"{wanted} is needed")
+                found.append(entry)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from error
     if not found:
@@ -85,14 +86,6 @@ def peak_memory(device: str) -> int:
     """Most bytes so far: allocated on the GPU, else resident in this process, mapped files included."""
     cuda = device.startswith("cuda")
     return torch.cuda.max_memory_allocated(device) if cuda else proc_bytes("/proc/self/status", "VmHWM")
-
-
-def reset_peak_memory(device: str) -> None:
-    """Let `peak_memory` start again from what is held now."""
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats(device)
-    elif Path("/proc/self/clear_refs").exists():
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def free_memory(device: str) -> int:

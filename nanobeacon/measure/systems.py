@@ -22,7 +22,7 @@ from nanobeacon import LLM, SamplingParams
 from nanobeacon.config import read_config
 from nanobeacon.policies import settle
 
-from .common import Worker, free_memory, peak_memory, reset_peak_memory
+from .common import Worker, free_memory, peak_memory
 
 PAGE, WARM_UP = 16, 8  # tokens of a page; tokens of a run before the first that counts
 Step = tuple[float, float, int]  # prefill seconds, decode seconds, tokens decoded (first ones are prefill's)
@@ -65,6 +65,10 @@ def pages_of(job: Namespace, budget: int | None) -> int:
 
 
 def start(system: System, job: Namespace) -> Worker:
+    """A system's process, ready once entered. ValueError for a job longer than the model's positions."""
+    if job.prompt_length + job.output_length > (most := read_config(job.model).max_position_embeddings):
+        asked = f"prompt_length={job.prompt_length}, output_length={job.output_length}"
+        raise ValueError(f"{asked}: {most} tokens together are possible (the model's positions)")
     make = Nanobeacon if system.name == "nanobeacon" else Transformers
     return Worker(system.label, job.threads, make, system, job)
 
@@ -74,16 +78,11 @@ class Subject:
 
     def __init__(self, system: System, job: Namespace) -> None:
         self.system, self.job, self.shape = system, job, read_config(job.model)
-        if job.prompt_length + job.output_length > (most := self.shape.max_position_embeddings):
-            asked = f"prompt_length={job.prompt_length}, output_length={job.output_length}"
-            raise ValueError(f"{asked}: {most} tokens together are possible (the model's positions)")
         self._load()
         # On a GPU the first run compiles kernels, those of an eviction too
         warm_up = (system.budget or 0) + WARM_UP if job.device.startswith("cuda") else WARM_UP
         self.begin(0, min(warm_up, job.output_length))
         self.advance()
-        self.ready = peak_memory(job.device)
-        reset_peak_memory(job.device)
 
     def begin(self, repeat: int, output_length: int | None = None) -> None:
         """Pose the prompts of a repeat, the same for every system."""
@@ -111,7 +110,7 @@ class Subject:
         """What the latest run has counted so far, and the process's peak of memory."""
         now = self._counts()
         since = {name: now[name] - self._before[name] for name in ("evictions", "eviction_seconds")}
-        return now | since | {"memory_bytes": max(self.ready, peak_memory(self.job.device))}
+        return now | since | {"memory_bytes": peak_memory(self.job.device)}
 
     def free(self) -> int:
         return free_memory(self.job.device)
