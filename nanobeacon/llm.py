@@ -48,8 +48,9 @@ class LLM:
 
     model: a folder or a hub id. device: "auto", "cpu", "cuda" … dtype: "auto", a name or a torch dtype. load:
     "auto", or "dummy" for random weights from a config alone. budget: evictable tokens a request may cache
-    (B_max), None for all. num_pages, max_model_len: None for what fits. trace: record evictions in each
-    output. Raises ValueError naming the option for whatever is not possible.
+    (B_max), None for all. window, beacons, recents: None for the policy's own numbers. num_pages,
+    max_model_len: None for what fits. trace: record evictions in each output. Raises
+    ValueError naming the option for whatever is not possible.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class LLM:
         seed: int | None = None, load: str = "auto", max_num_seqs: int = 16,
         max_model_len: int | None = None, page_size: int = 16, num_pages: int | None = None,
         gpu_memory: float = 0.9, chunk: int = 512, cuda_graphs: bool = True, budget: int | None = None,
-        policy: str | Policy = "beacon", window: int = 32, beacons: int = 16, recents: int = 16,
-        protect: str | int = "prompt", trace: bool = False, progress: bool = False,
+        policy: str | Policy = "beacon", window: int | None = None, beacons: int | None = None,
+        recents: int | None = None, protect: str | int = "prompt", trace: bool = False,
+        progress: bool = False,
     ) -> None:  # fmt: skip
         eviction = settle(policy, budget, window, beacons, recents, protect)
         sizes = dict(max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size, chunk=chunk)

@@ -13,7 +13,6 @@ WORDS = {
     "pool": ("max", "mean", "sum"),
     "smoothing": (None, "avg", "max"),
 }
-DEFAULTS = {"window": 32, "beacons": 16, "recents": 16, "protect": "prompt"}
 
 
 def check(right: bool, name: str, value: object, possible: str) -> None:
@@ -30,18 +29,18 @@ def check_whole(name: str, value: object, least: int | None = 0, or_else: str = 
 
 @dataclass(frozen=True)
 class Policy:
-    """One line of the table in section 5. The numbers are its own; settings other than the defaults win."""
+    """One line of the table in section 5. The numbers are its own; one that a user gives wins."""
 
     name: str
     ranking: str = "queries"  # by what the evictable tokens are ranked
     select: str = "fps"  # which past queries become the beacons
-    beacons: int = DEFAULTS["beacons"]  # queries rotated at the current position
-    recents: int = DEFAULTS["recents"]  # newest queries, rotated at their own positions
+    beacons: int = 16  # queries rotated at the current position
+    recents: int = 16  # newest queries, rotated at their own positions
     domain: str = "all"  # the slots that the softmax runs over
     group: str = "max"  # how the heads of a KV head are pooled
     pool: str = "max"  # how the queries are pooled
     smoothing: str | None = None  # over 7 neighbouring slots
-    window: int = DEFAULTS["window"]  # newest tokens that always stay
+    window: int = 32  # newest tokens that always stay
     attention_share: float | None = None  # R-KV's lambda: the rest of the score is minus the redundancy
     buffer: int | None = None  # rows of the query buffer; None: beacons + recents
 
@@ -132,25 +131,35 @@ class EvictionSettings:
 
 
 def settle(
-    policy: str | Policy = "beacon", budget: int | None = None, window: int = DEFAULTS["window"],
-    beacons: int = DEFAULTS["beacons"], recents: int = DEFAULTS["recents"], protect: str | int = "prompt",
-) -> EvictionSettings | None:  # fmt: skip
-    """The settings of an engine, None for a full cache. Numbers other than the defaults replace the policy's.
-    ValueError for whatever is impossible together, with what is possible; nothing is ignored silently."""
+    policy: str | Policy = "beacon",
+    budget: int | None = None,
+    window: int | None = None,
+    beacons: int | None = None,
+    recents: int | None = None,
+    protect: str | int = "prompt",
+) -> EvictionSettings | None:
+    """The settings of an engine, None for a full cache.
+
+    window, beacons, recents: None is the policy's own number; one that is given always wins. ValueError for
+    whatever is impossible together, with what is possible; nothing is ignored silently.
+    """
     if isinstance(policy, str):
         check(policy in POLICIES, "policy", policy, f"possible are {', '.join(POLICIES)}")
         policy = POLICIES[policy]
     wanted = f"a name of {', '.join(POLICIES)} or a Policy is possible"
     check(isinstance(policy, Policy), "policy", policy, wanted)
     numbers = {"window": window, "beacons": beacons, "recents": recents}
+    numbers = {name: value for name, value in numbers.items() if value is not None}
     for name, value in numbers.items():
         check_whole(name, value)
     if protect != "prompt":
         check_whole("protect", protect, or_else="'prompt' or ")
     if budget is None:
-        given = (numbers | {"protect": protect}).items()
-        idle = [f"{name}={value}" for name, value in given if value != DEFAULTS[name]]
-        idle += [f"policy={policy.name!r}"] if policy not in (POLICIES["beacon"], POLICIES["full"]) else []
+        idle = [f"{name}={value}" for name, value in numbers.items()]
+        if protect != "prompt":
+            idle.append(f"protect={protect}")
+        if policy not in (POLICIES["beacon"], POLICIES["full"]):
+            idle.append(f"policy={policy.name!r}")
         if idle:
             raise ValueError(f"{idle[0]}: acts only under a budget, and budget=None; give one")
         return None
@@ -169,13 +178,16 @@ def settle(
 
 
 def _overridden(policy: Policy, numbers: dict[str, int]) -> Policy:
-    """The policy with the user's numbers where they are not the defaults; one it does not have is refused."""
-    has = {"window": policy.ranking in ("queries", "random")}
-    has |= {"beacons": policy.beacons > 0, "recents": policy.recents > 0}
-    changes = {name: value for name, value in numbers.items() if value != DEFAULTS[name]}
-    for name, value in changes.items():
-        check(has[name], name, value, f"policy {policy.name!r} has no {name}; leave it out")
-    policy = replace(policy, **changes)
+    """The policy with the numbers that the user gave; one that it has no use for is refused."""
+    has = {
+        "window": policy.ranking in ("queries", "random"),
+        "beacons": policy.beacons > 0,
+        "recents": policy.recents > 0,
+    }
+    for name, value in numbers.items():
+        acts = has[name] or value == getattr(policy, name)
+        check(acts, name, value, f"policy {policy.name!r} has no {name}; leave it out")
+    policy = replace(policy, **numbers)
     if policy.ranking == "queries" and policy.beacons + policy.recents == 0:
         raise ValueError("beacons=0 and recents=0: at least one query is needed to rank the tokens")
     if policy.beacons == 0:

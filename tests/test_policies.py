@@ -121,9 +121,9 @@ def test_the_table_is_whole_and_named():
 @given(st.sampled_from(EVICTING), st.integers(1, 500), st.integers(0, 200), st.integers(0, 40))
 def test_a_budget_is_refused_exactly_where_nothing_could_be_chosen(name, budget, window, recents):
     policy, options = POLICIES[name], {}
-    if policy.ranking != "newest" and window != 32:
+    if policy.ranking != "newest":
         options["window"] = window
-    if policy.recents and recents not in (0, 16):
+    if policy.recents and recents:
         options["recents"] = recents
     always = options.get("window", policy.window)
     if policy.domain == "before-recents":  # without a score they stay too
@@ -176,7 +176,7 @@ IMPOSSIBLE = [
     *[
         ({"budget": 256, name: value}, [f"{name}={value!r}", "whole number of at least 0"])
         for name in OTHER
-        for value in (-1, 1.0, "16", True, None)
+        for value in (-1, 1.0, "16", True)
     ],
     *[
         ({"budget": 256, "protect": value}, [f"protect={value!r}", "'prompt'", "at least 0"])
@@ -254,7 +254,33 @@ def test_a_policy_of_ones_own_needs_a_budget_whatever_its_name():
 
 def test_without_a_budget_there_are_no_settings():
     assert settle() is settle("beacon", None) is settle("full") is None
-    assert settle("beacon", None, window=32, beacons=16, recents=16, protect="prompt") is None
+    assert settle("beacon", None, window=None, beacons=None, recents=None, protect="prompt") is None
+
+
+# Among them the numbers that are some other policy's own: a number that is given always wins.
+@pytest.mark.parametrize("name", ["recent", "rpc", "snapkv", "rkv", "beacon", "initial"])
+@pytest.mark.parametrize("recents", [8, 16, 32])
+def test_any_number_of_recents_overrides_the_policys_own(name, recents):
+    assert settle(name, 1024, recents=recents).policy == replace(POLICIES[name], recents=recents)
+    assert settle(name, 1024, recents=None).policy == POLICIES[name]
+
+
+def test_a_window_that_is_beacons_own_overrides_another_policys():
+    assert settle("rkv", 1024, window=32).window == 32 and settle("rkv", 1024).window == 8
+    mine = Policy("mine", window=8, beacons=4, recents=2)
+    s = settle(mine, 1024, window=32, beacons=16, recents=16)
+    assert (s.window, s.policy.beacons, s.recents) == (32, 16, 16)
+
+
+@pytest.mark.parametrize("name, value", [("window", 32), ("beacons", 16), ("recents", 16)])
+def test_a_given_number_acts_or_is_refused_even_if_it_is_beacons_own(name, value):
+    assert f"{name}={value}: acts only under a budget" in refusal(**{name: value})
+    assert f"{name}={value}: policy 'streaming'" in refusal(policy="streaming", budget=64, **{name: value})
+
+
+def test_a_policys_own_number_may_be_said():
+    assert settle("recent", 256, beacons=0) == settle("recent", 256)
+    assert settle("streaming", 256, window=0, recents=0) == settle("streaming", 256)
 
 
 @pytest.mark.parametrize("name", EVICTING)
