@@ -63,6 +63,8 @@ def parser() -> Parser:
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     p.add_argument("--json", action="store_true", help="one JSON object per completion instead of text")
+    p.add_argument("--trace", metavar="FILE", help="write a page (HTML) that shows what the cache kept")
+    p.add_argument("--compare", metavar="POLICY", help="with --trace: run a second policy, on the same page")
     return p
 
 
@@ -83,15 +85,59 @@ def read_prompt(options: argparse.Namespace) -> str | None:
 
 
 def demonstrate(options: argparse.Namespace) -> int:
-    """The embedded reasoner at work; --budget is the one option that means something to it."""
+    """The embedded reasoner at work; --budget, --trace and --compare mean something to it."""
     plain = vars(parser().parse_args([]))
     for name, value in vars(options).items():
-        if value != plain[name] and name != "budget":
+        if value != plain[name] and name not in ("budget", "trace", "compare"):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} needs --model or a prompt: without them this is a demonstration")
+    from nanobeacon.measure import retention
     from nanobeacon.reasoner import demo
 
-    return demo.run(**({} if options.budget is None else {"budget": options.budget}))
+    chosen = {} if options.budget is None else {"budget": options.budget}
+    status = demo.run(**chosen)
+    if options.trace is not None:
+        policies = ["beacon"] if options.compare is None else ["beacon", options.compare]
+        settings = {"model": "the embedded reasoner", "temperature": 0}
+        runs = [demo.traced(policy, **chosen) for policy in policies]
+        write_page([retention.record(*run, settings) for run in runs], options.trace)
+    return status
+
+
+def write_page(records: list[dict[str, Any]], file: str) -> None:
+    """The retention page of one run, or of two side by side."""
+    from nanobeacon.measure import retention
+
+    with open(file, "w", encoding="utf-8") as out:
+        out.write(retention.page(records))
+    print(f"What the cache kept: {file}", file=sys.stderr)
+
+
+def record(llm: Any, request: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """What the retention page shows of a finished request, with the settings that it ran under."""
+    from nanobeacon.llm import output_of
+    from nanobeacon.measure import retention
+
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    sampling = {name: getattr(request.params, name) for name in names}
+    model = options.model or DEFAULT_MODEL
+    return retention.record(llm, output_of(request), {"model": os.path.basename(model), **sampling})
+
+
+def check_page(options: argparse.Namespace) -> None:
+    """What --trace and --compare need, said before anything is loaded."""
+    from nanobeacon.policies import POLICIES, check
+
+    if options.compare is not None:
+        possible = f"a name of {', '.join(POLICIES)} is possible"
+        check(options.compare in POLICIES, "--compare", options.compare, possible)
+        if options.trace is None:
+            raise ValueError("--compare: both policies are shown on the page that --trace FILE writes")
+    if options.trace is not None:
+        if options.chat or options.n != 1:
+            raise ValueError("--trace: a page shows one completion; it needs no --chat and --n 1")
+        folder = os.path.dirname(options.trace) or "."
+        check(os.path.isdir(folder), "--trace", options.trace, "a file in a folder that exists is possible")
 
 
 def load(options: argparse.Namespace) -> Any:
@@ -107,6 +153,7 @@ def load(options: argparse.Namespace) -> Any:
         max_num_seqs=seats,
         protect=protect,
         progress=bar,
+        trace=options.trace is not None,
         **chosen,
     )
 
@@ -172,7 +219,27 @@ def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
     requests, interrupted = answer(llm, prompt, options)
     errors = [f"generate.py: {r.error}" for r in requests if r.error]
     print("\n".join([closing_lines(llm, requests), *errors[:1]]), file=sys.stderr)
+    if options.trace is not None and not errors:
+        records = [record(llm, requests[0], options)]
+        if options.compare is not None and not interrupted:
+            records.append(compared(prompt, options))
+        write_page(records, options.trace)
     return 130 if interrupted else 1 if errors else 0
+
+
+def compared(prompt: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The same prompt under the policy of --compare, silently; what the page shows of it."""
+    changes: dict[str, Any] = {"policy": options.compare}
+    if options.compare == "full":
+        changes |= {"budget": None, "window": None, "beacons": None, "recents": None, "protect": "prompt"}
+    second = argparse.Namespace(**vars(options) | changes)
+    llm = load(second)
+    requests = llm.submit([prompt], params(second))
+    for _ in llm.run(requests):
+        pass
+    if requests[0].error:
+        raise ValueError(f"--compare {options.compare}: {requests[0].error}")
+    return record(llm, requests[0], second)
 
 
 def converse(llm: Any, options: argparse.Namespace) -> int:
@@ -223,6 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         params(options)  # what is wrong with them is said before a model is loaded
+        check_page(options)
         if options.chat and (options.n != 1 or options.raw):
             raise ValueError("--chat: a conversation has one answer a turn, through the chat template")
         text = None if options.chat else read_prompt(options)

@@ -12,10 +12,14 @@ from itertools import chain, islice, tee
 from typing import TextIO
 
 from .. import LLM, SamplingParams
+from ..llm import Output
 from . import folder, task
 
 POLICIES = ("full", "beacon", "recent", "rkv", "random")
-LENGTH, WINDOW, SEED = 768, 16, 1
+LENGTH = 768
+BUDGET = 64
+WINDOW = 16
+SEED = 1
 INTRODUCTION = """\
 A model of 0.6 M parameters walks over the registers A to H. `| F 4` reads F, which is 4 by now; then it
 counts four steps, and now and then writes a register (`= D 15`). What it reads may stand hundreds of tokens
@@ -26,7 +30,7 @@ One problem is an anecdote; `python bench.py accuracy` has the table over 128 of
   python generate.py --model Qwen/Qwen3-0.6B --budget 1024 --chat"""
 
 
-def run(stream: TextIO | None = None, budget: int = 64) -> int:
+def run(stream: TextIO | None = None, budget: int = BUDGET) -> int:
     """Show it all; returns the exit status. ValueError where the checkpoint is missing."""
     if not (folder() / "config.json").exists():
         raise ValueError(f"the embedded reasoner is missing: no checkpoint in {folder()}")
@@ -52,10 +56,22 @@ def run(stream: TextIO | None = None, budget: int = 64) -> int:
     return 0
 
 
-def _open(policy: str, budget: int) -> LLM:
+def traced(policy: str, budget: int = BUDGET) -> tuple[LLM, Output]:
+    """The problem of the demonstration under a policy, with its evictions recorded."""
+    (problem,) = task.problems(1, LENGTH, SEED)
+    llm = _open(policy, budget, trace=True)
+    params = SamplingParams(temperature=0.0, max_tokens=len(problem.trace))
+    (output,) = llm.generate([list(problem.prompt)], params)
+    return llm, output
+
+
+def _open(policy: str, budget: int, trace: bool = False) -> LLM:
     """An engine for one request. The budget is the policy's, if it has one."""
-    under = {} if policy == "full" else {"budget": budget, "window": WINDOW}
-    return LLM(str(folder()), seed=SEED, max_num_seqs=1, max_model_len=LENGTH, policy=policy, **under)
+    under = {} if policy == "full" else {"budget": budget}
+    if policy not in ("full", "streaming"):  # which have no window
+        under["window"] = WINDOW
+    sizes = {"max_num_seqs": 1, "max_model_len": LENGTH}
+    return LLM(str(folder()), seed=SEED, policy=policy, trace=trace, **sizes, **under)
 
 
 def _marks(stream: TextIO) -> tuple[Callable, Callable]:
