@@ -122,6 +122,27 @@ def config_for_tensors(config: ModelConfig, names: Collection[str]) -> ModelConf
     return replace(config, tied=not own_head, qkv_bias=qkv_bias, o_bias=o_bias, mlp_bias=mlp_bias)
 
 
+def share_of(config: ModelConfig, ranks: int) -> ModelConfig:
+    """What one of `ranks` tensor-parallel ranks holds of a model: its part of the heads and of the MLP.
+
+    The vocabulary stays whole. KV heads are split; where they are fewer than the ranks, neighbouring ranks
+    hold copies of one. ValueError names the first field that does not divide."""
+    if config.num_kv_heads >= ranks:
+        kv_heads_fit = config.num_kv_heads % ranks == 0
+    else:
+        kv_heads_fit = ranks % config.num_kv_heads == 0
+    multiple = f"a multiple of the {ranks} tensor-parallel ranks"
+    require(config.num_heads % ranks == 0, "num_attention_heads", config.num_heads, multiple)
+    require(kv_heads_fit, "num_key_value_heads", config.num_kv_heads, f"{multiple}, or a divisor of {ranks}")
+    require(config.intermediate_size % ranks == 0, "intermediate_size", config.intermediate_size, multiple)
+    return replace(
+        config,
+        num_heads=config.num_heads // ranks,
+        num_kv_heads=max(1, config.num_kv_heads // ranks),
+        intermediate_size=config.intermediate_size // ranks,
+    )
+
+
 def require(condition: bool, name: str, value: object, wanted: str) -> None:
     if not condition:
         raise ValueError(f"{name} is {value!r:.200}; it must be {wanted}")

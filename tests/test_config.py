@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanobeacon.config import RopeConfig, config_for_tensors, parse_config, read_config
+from nanobeacon.config import RopeConfig, config_for_tensors, parse_config, read_config, share_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -297,6 +297,41 @@ def test_a_sliding_window_that_is_off_is_ignored(raw):
 def test_a_sliding_window_that_is_on_is_refused_by_name(raw):
     with pytest.raises(ValueError, match="sliding_window"):
         parse_config(raw)
+
+
+# Shares of tensor-parallel ranks
+
+
+def heads(num_heads: int, num_kv_heads: int, mlp: int):
+    shape = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "intermediate_size": mlp}
+    return parse_config(LLAMA | shape | {"head_dim": 16})
+
+
+@pytest.mark.parametrize(
+    "ranks, num_heads, num_kv_heads, share",
+    [(1, 8, 4, (8, 4, 96)), (2, 8, 4, (4, 2, 48)), (4, 8, 2, (2, 1, 24)), (3, 9, 3, (3, 1, 32))],
+)
+def test_a_rank_has_its_part_of_heads_and_mlp_and_copies_of_key_value_heads(
+    ranks, num_heads, num_kv_heads, share
+):
+    whole = heads(num_heads, num_kv_heads, 96)
+    part = share_of(whole, ranks)
+    assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == share
+    assert (part.hidden_size, part.head_dim, part.vocab_size) == (64, 16, 100)
+
+
+@pytest.mark.parametrize(
+    "ranks, shape, named",
+    [
+        (2, (9, 3, 96), "num_attention_heads is 9"),
+        (2, (6, 3, 96), "num_key_value_heads is 3"),
+        (6, (12, 4, 96), "num_key_value_heads is 4"),
+        (4, (8, 4, 90), "intermediate_size is 90"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused_by_field_and_number_of_ranks(ranks, shape, named):
+    with pytest.raises(ValueError, match=f"{named}; .*{ranks}"):
+        share_of(heads(*shape), ranks)
 
 
 # The file decides: head and biases
