@@ -17,6 +17,7 @@ from .config import EngineConfig, config_for_tensors, read_config
 from .engine import Engine, Stats
 from .eviction import EvictionEvent
 from .models.decoder import Decoder
+from .models.packing import pack
 from .policies import Policy, check, settle
 from .request import Request, SamplingParams
 from .tokenizer import Tokenizer
@@ -80,10 +81,10 @@ class LLM:
         decoder = Decoder(shape, kind, place, page_size)
         if checkpoint is not None:
             load_into(decoder.weights(), checkpoint, progress=progress)
-            decoder.pack(checkpoint.rows("model.embed_tokens.weight", kind))
+            pack(decoder, checkpoint.rows("model.embed_tokens.weight", kind))
         else:
             _fill_with_noise(decoder, seed or 0)
-            decoder.pack()
+            pack(decoder)
         eos, self.bos_token_id = set(shape.eos_token_ids), shape.bos_token_id
         if self.tokenizer is not None:
             eos |= {self.tokenizer.eos_token_id} - {None}

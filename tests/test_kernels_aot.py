@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("triton")
 
 KERNELS = {
+    "add and norm: add_rms_norm",
+    "silu and product: silu_mul",
     "store: store",
     "decode attention: attention",
     "decode attention: join",

@@ -5,8 +5,9 @@ import torch
 from tiny import tiny_model
 
 from nanobeacon import LLM, SamplingParams
-from nanobeacon.models import decoder, layers
-from nanobeacon.models.layers import Linear, packing_pays, weight
+from nanobeacon.models import packing
+from nanobeacon.models.layers import Linear, weight
+from nanobeacon.models.packing import PackedLinear, packed, packing_pays
 
 CPU = torch.device("cpu")
 needs_fbgemm = pytest.mark.skipif(
@@ -30,33 +31,31 @@ def exact(x, matrix, bias):
 )
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_packed_matrix_is_the_same_map(monkeypatch, block, outputs, inputs, biased):
-    monkeypatch.setattr(layers, "BLOCK", block)
+    monkeypatch.setattr(packing, "BLOCK", block)
     matrix, bias = filled(outputs, inputs), filled(outputs, scale=1.0) if biased else None
     linear, before = Linear(matrix, bias), matrix.clone()
-    linear.pack()
+    fast = packed(linear)
     assert linear.weight is None and torch.equal(matrix, before)  # a tied embedding goes on reading it
     for rows in (1, 2, 7, 40):
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
         wanted = exact(x, before, bias)
-        got = linear(x)
+        got = fast(x)
         assert got.dtype == torch.float32 and got.shape == (rows, outputs)
         assert (got - wanted).abs().max() < 2e-6 * wanted.abs().max()
 
 
 @needs_fbgemm
 def test_inputs_past_a_multiple_of_512_stay_apart_only_where_that_is_smaller(monkeypatch):
-    monkeypatch.setattr(layers, "BLOCK", 4096)
+    monkeypatch.setattr(packing, "BLOCK", 4096)
     for inputs, apart in ((512, 0), (576, 64), (768, 256), (896, 0), (64, 0), (1088, 64)):
-        linear = Linear(filled(64, inputs))
-        linear.pack()
+        linear = packed(Linear(filled(64, inputs)))
         assert (0 if linear.rest is None else len(linear.rest)) == apart
 
 
 @needs_fbgemm
 def test_tiny_weights_move_by_less_than_float16_can_show():
     matrix = filled(16, 64, scale=1e-6)
-    linear = Linear(matrix)
-    linear.pack()
+    linear = packed(Linear(matrix.clone()))
     assert (linear(torch.eye(64)) - matrix.float().T).abs().max() <= 2**-25
 
 
@@ -64,9 +63,8 @@ def test_tiny_weights_move_by_less_than_float16_can_show():
 def test_a_matrix_beyond_float16_becomes_float32(value):
     matrix = filled(16, 64)
     matrix[3, 5] = value
-    linear = Linear(matrix)
-    linear.pack()
-    assert not linear.blocks and torch.equal(linear.weight, matrix.float()) | (value != value)
+    linear = packed(Linear(matrix))
+    assert type(linear) is Linear and torch.equal(linear.weight, matrix.float()) | (value != value)
     assert torch.isfinite(linear(torch.eye(64))).all() == (value == 1e5)
 
 
@@ -82,9 +80,9 @@ def test_a_packed_model_says_what_a_plain_one_says(tmp_path, monkeypatch, family
     tiny_model(family, tie_word_embeddings=tied).bfloat16().save_pretrained(tmp_path)
     rows = {}
     for name, pays in (("packed", True), ("plain", False), ("float32", None)):
-        monkeypatch.setattr(decoder, "packing_pays", lambda dtype, device, pays=pays: bool(pays))
+        monkeypatch.setattr(packing, "packing_pays", lambda dtype, device, pays=pays: bool(pays))
         llm = LLM(str(tmp_path), dtype="float32" if pays is None else "bfloat16", device="cpu")
-        assert (llm.engine.model.head.weight is None) == bool(pays)
+        assert isinstance(llm.engine.model.head, PackedLinear) == bool(pays)
         assert (
             (llm.engine.model.embedding is None) == (llm.engine.model.rows is not None) == bool(pays and tied)
         )

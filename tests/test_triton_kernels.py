@@ -119,6 +119,58 @@ def case_store(group, dim, page, dtype):
         close(ours, expected, dtype)
 
 
+@shapes
+def case_store_with_norms(group, dim, page, dtype):
+    """q and k are normed before they are rotated and observed; v is not."""
+    tokens, heads = 5, 2
+    qkv = torch.randn(tokens, (group + 2) * heads, dim, dtype=dtype) * 3
+    angles = torch.randn(tokens, dim // 2)
+    slots, rows = torch.randperm(3 * page)[:tokens], torch.zeros(tokens, dtype=torch.int64)
+    norms = {"q_norm": torch.rand(dim).to(dtype), "k_norm": torch.rand(dim).to(dtype) + 1}
+    results = []
+    for implementation in (kernels(dim, page), reference):
+        keys, values = torch.full((2, heads, 3, page, dim), torch.nan, dtype=dtype)
+        seen = torch.full((1, group * heads, tokens, dim), torch.nan, dtype=dtype)
+        target = (seen, rows, torch.arange(tokens))
+        q = implementation.store(
+            qkv, angles.cos(), angles.sin(), slots, keys, values, *target, **norms, eps=torch.tensor([1e-6])
+        )
+        results.append([x.nan_to_num(777.0) for x in (q, keys, values, seen)])
+    for ours, expected in zip(*results, strict=True):
+        close(ours, expected, dtype)
+    wide = qkv[:, : group * heads].double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norms["q_norm"].double()
+    close(results[0][3][0].transpose(0, 1), exact.float(), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [48, 576, 2560])
+@pytest.mark.parametrize("first", [True, False])
+def case_add_rms_norm(dtype, size, first):
+    """The residual stream takes the update in float32; the norm is rounded as the reference rounds it."""
+    hidden, scale, eps = torch.randn(3, size) * 5, torch.rand(size).to(dtype), torch.tensor([1e-5])
+    update = None if first else torch.randn(3, size).to(dtype)
+    streams = [hidden.clone(), hidden.clone()]
+    ours = kernels().add_rms_norm(streams[0], update, scale, eps)
+    close(ours, reference.add_rms_norm(streams[1], update, scale, eps), dtype)
+    assert ours.dtype == dtype and torch.equal(*streams)
+    total = hidden.double() + (0 if first else update.double())
+    assert torch.equal(streams[0], total.float())
+    exact = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale.double()
+    close(ours, exact.float(), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [80, 1024, 1536])
+def case_silu_mul(dtype, size):
+    gate_up = torch.randn(3, 2 * size, dtype=dtype) * 4
+    gate_up[0, 0] = -100.0  # exp(100) is beyond float32: the limit is 0
+    ours = kernels().silu_mul(gate_up)
+    close(ours, reference.silu_mul(gate_up), dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    close(ours, (gate / (1 + (-gate).exp()) * up).float(), dtype)
+
+
 def case_store_of_equal_slots_leaves_the_others_alone():
     """Two padded rows of one graph: whichever wins, only scratch changes."""
     qkv, angles = torch.randn(3, 4, 64), torch.randn(3, 32)

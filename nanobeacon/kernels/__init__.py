@@ -13,8 +13,8 @@ from nanobeacon.kernels import reference
 
 
 def choose(device: torch.device | str, head_dim: int, page_size: int) -> ModuleType | SimpleNamespace:
-    """The kernels for a device, a head dim and a page size: `store, paged_attention, fps, reduce, scores,
-    redundancy, compact`, with the signatures of `reference`.
+    """The kernels for a device, a head dim and a page size: `add_rms_norm, store, paged_attention, silu_mul,
+    fps, reduce, scores, redundancy, compact`, with the signatures of `reference`.
     Triton on a CUDA (or ROCm) device, and on a CPU under TRITON_INTERPRET=1, where the shape allows it (head
     dim a multiple of 16 up to 256, page size a power of two); the reference everywhere else."""
     device = torch.device(device)
@@ -28,9 +28,16 @@ def choose(device: torch.device | str, head_dim: int, page_size: int) -> ModuleT
 
 def triton_kernels() -> SimpleNamespace:
     """The Triton side, whatever the device: what `choose` returns, and what is compiled ahead of time."""
-    from nanobeacon.kernels import attention, compaction, fps, scoring, store
+    from nanobeacon.kernels import attention, compaction, fps, fused, scoring, store
 
     return SimpleNamespace(
-        store=store.store, paged_attention=attention.paged_attention, fps=fps.fps, reduce=fps.reduce,
-        scores=scoring.scores, redundancy=reference.redundancy, compact=compaction.compact,
-    )  # fmt: skip
+        add_rms_norm=fused.add_rms_norm,
+        store=store.store,
+        paged_attention=attention.paged_attention,
+        silu_mul=fused.silu_mul,
+        fps=fps.fps,
+        reduce=fps.reduce,
+        scores=scoring.scores,
+        redundancy=reference.redundancy,
+        compact=compaction.compact,
+    )

@@ -14,22 +14,52 @@ TIE = 1e-5  # values this close to the minimum count as equal in fps: rounding m
 SCRATCH = 256 << 20  # bytes that one pass of `scores` or `redundancy` may hold for itself
 
 
+def rms_norm(x: Tensor, scale: Tensor, eps: Tensor) -> Tensor:
+    """Root-mean-square norm over the last dimension: in float32, rounded to the scale's dtype, then scaled.
+    x [.., N] of any float dtype; scale [N], or what fits x; eps float32 [1]."""
+    x = x.float()
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # two operators fewer than mean of squares
+    shrink = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * shrink).to(scale.dtype) * scale
+
+
+def add_rms_norm(hidden: Tensor, update: Tensor | None, scale: Tensor, eps: Tensor) -> Tensor:
+    """hidden += update (in place, where there is one), then its `rms_norm` [T, hidden], in the scale's dtype.
+    hidden float32 [T, hidden]; update [T, hidden] of any float dtype; scale [hidden]; eps float32 [1]."""
+    if update is not None:
+        hidden += update
+    return rms_norm(hidden, scale, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, [T, M] of gate_up [T, 2M], whose first M columns are the gate."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
 def store(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
     buffer: Tensor | None = None, buffer_rows: Tensor | None = None, buffer_slots: Tensor | None = None,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rotate q and k, write k and v into their slots, unrotated q into the query buffer; returns q [T, H, D].
-    qkv [T, H + 2K, D]; cos, sin float32 [T, D/2]; slots int64 [T]; keys, values [K, pages, P, D] of one
-    layer; buffer [rows, H, C, D] of one layer (any strides), its row and slot of each token int64 [T]."""
+    """Norm (where the family has one) and rotation of q and k; k and v into their slots, unrotated q into the
+    query buffer; returns q [T, H, D]. qkv [T, H + 2K, D]; cos, sin float32 [T, D/2]; slots int64 [T]; keys,
+    values [K, pages, P, D] of one layer; buffer [rows, H, C, D] of one layer (any strides), its row and slot
+    of each token int64 [T]; q_norm, k_norm [D] and eps float32 [1], as `rms_norm` takes them."""
     num_kv_heads, head_dim = keys.shape[0], keys.shape[-1]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
+    turning, new_values = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+    if q_norm is not None:
+        scale = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
+        turning = rms_norm(turning, scale, eps)
     if buffer is not None:
-        buffer[buffer_rows, :, buffer_slots] = qkv[:, :num_heads].to(buffer.dtype)
-    first, second = qkv[:, :-num_kv_heads].float().chunk(2, dim=-1)
+        buffer[buffer_rows, :, buffer_slots] = turning[:, :num_heads].to(buffer.dtype)
+    first, second = turning.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-    rotated = torch.cat(turned, dim=-1).to(qkv.dtype)
-    for cache, new in ((keys, rotated[:, num_heads:]), (values, qkv[:, -num_kv_heads:])):
+    turned_first = torch.addcmul(first * cos, second, sin, value=-1)
+    turned_second = torch.addcmul(second * cos, first, sin)
+    rotated = torch.cat((turned_first, turned_second), dim=-1).to(qkv.dtype)
+    for cache, new in ((keys, rotated[:, num_heads:]), (values, new_values)):
         cache.view(num_kv_heads, -1, head_dim).index_copy_(1, slots, new.transpose(0, 1).to(cache.dtype))
     return rotated[:, :num_heads]
 

@@ -1,4 +1,4 @@
-"""Rotation and storage of one layer's q, k and v in a single Triton launch; the twin of `reference.store`.
+"""One layer's q, k and v in one launch: norm of q and k, rotation, storage; the twin of `reference.store`.
 
 Knows nothing of requests, layers or schedules: a token has a flat slot, and perhaps a place in the query
 buffer. Tokens that share a slot (padded rows, on the scratch page) race, and nobody reads what they leave."""
@@ -10,56 +10,90 @@ from torch import Tensor
 
 
 @triton.jit
+def head_scale(q_norm, k_norm, head, at, inside, H: tl.constexpr, K: tl.constexpr):
+    """float32 scale of the norm at `at` of each head: the queries', the keys', or 1 for the values."""
+    of_queries = tl.load(q_norm + at, mask=inside & (head < H), other=1.0)
+    of_keys = tl.load(k_norm + at, mask=inside & (head >= H) & (head < H + K), other=1.0)
+    return tl.where(head < H, of_queries, of_keys).to(tl.float32)
+
+
+@triton.jit
 def store_kernel(
-    qkv, cos, sin, slots, q, keys, values, buffer, buffer_rows, buffer_slots, row_stride, head_stride,
-    num_slots, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
-    OBSERVE: tl.constexpr,
+    qkv, cos, sin, slots, q, keys, values, buffer, buffer_rows, buffer_slots, q_norm, k_norm, eps,
+    row_stride, head_stride, num_slots, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, OBSERVE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of HEADS heads); PAIRS is D / 2 rounded up to a power of two."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
     inside = pair < D // 2
+    is_query = inside & (head < H)
+    is_key = inside & (head >= H) & (head < H + K)
+    is_value = inside & (head >= H + K) & (head < H + 2 * K)
+
+    # 1. Both halves of each head, which rotation turns against each other.
     source = qkv + (token * (H + 2 * K) + head) * D + pair
-    first = tl.load(source, mask=inside & (head < H + 2 * K), other=0.0)
-    second = tl.load(source + D // 2, mask=inside & (head < H + 2 * K), other=0.0)
+    first = tl.load(source, mask=is_query | is_key | is_value, other=0.0)
+    second = tl.load(source + D // 2, mask=is_query | is_key | is_value, other=0.0)
+
+    # 2. The norm over a head's values; the heads of `values` have none.
+    if NORM:
+        dtype = first.dtype
+        wide_first = first.to(tl.float32)
+        wide_second = second.to(tl.float32)
+        mean_square = tl.sum(wide_first * wide_first + wide_second * wide_second, 1) / D
+        shrink = tl.rsqrt(mean_square + tl.load(eps))[:, None]
+        normed_first = (wide_first * shrink).to(dtype).to(tl.float32)  # rounded before the scale, and after
+        normed_second = (wide_second * shrink).to(dtype).to(tl.float32)
+        normed_first *= head_scale(q_norm, k_norm, head, pair, inside, H, K)
+        normed_second *= head_scale(q_norm, k_norm, head, pair + D // 2, inside, H, K)
+        first = tl.where(head < H + K, normed_first.to(dtype), first)
+        second = tl.where(head < H + K, normed_second.to(dtype), second)
+
+    # 3. The rotation; cos and sin are float32, so the arithmetic is.
     c = tl.load(cos + token * (D // 2) + pair, mask=inside, other=0.0)
     s = tl.load(sin + token * (D // 2) + pair, mask=inside, other=0.0)
-    turned_first = (first * c - second * s).to(first.dtype)  # cos and sin are float32, so the arithmetic is
+    turned_first = (first * c - second * s).to(first.dtype)
     turned_second = (second * c + first * s).to(first.dtype)
 
+    # 4. Rotated queries go to the attention, rotated keys and plain values to the token's slot.
     target = q + (token * H + head) * D + pair
-    tl.store(target, turned_first, mask=inside & (head < H))
-    tl.store(target + D // 2, turned_second, mask=inside & (head < H))
+    tl.store(target, turned_first, mask=is_query)
+    tl.store(target + D // 2, turned_second, mask=is_query)
     slot = tl.load(slots + token)
-    is_key = inside & (head >= H) & (head < H + K)
     target = keys + ((head - H).to(tl.int64) * num_slots + slot) * D + pair
     tl.store(target, turned_first, mask=is_key)
     tl.store(target + D // 2, turned_second, mask=is_key)
-    is_value = inside & (head >= H + K) & (head < H + 2 * K)
     target = values + ((head - H - K).to(tl.int64) * num_slots + slot) * D + pair
     tl.store(target, first, mask=is_value)
     tl.store(target + D // 2, second, mask=is_value)
+
+    # 5. Queries as they were before the rotation go to the query buffer.
     if OBSERVE:
-        row, place = tl.load(buffer_rows + token), tl.load(buffer_slots + token)
+        row = tl.load(buffer_rows + token)
+        place = tl.load(buffer_slots + token)
         target = buffer + row * row_stride + head.to(tl.int64) * head_stride + place * D + pair
-        tl.store(target, first, mask=inside & (head < H))
-        tl.store(target + D // 2, second, mask=inside & (head < H))
+        tl.store(target, first, mask=is_query)
+        tl.store(target + D // 2, second, mask=is_query)
 
 
 def store(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
     buffer: Tensor | None = None, buffer_rows: Tensor | None = None, buffer_slots: Tensor | None = None,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.store`; the last two dimensions of `buffer` must lie together, not the others."""
     tokens, rows, head_dim = qkv.shape
     num_heads = rows - 2 * len(keys)
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    strides = (0, 0) if buffer is None else buffer.stride()[:2]
-    heads, pairs = min(8, triton.next_power_of_2(rows)), triton.next_power_of_2(head_dim // 2)
+    row_stride, head_stride = (0, 0) if buffer is None else buffer.stride()[:2]
+    num_slots = keys.shape[1] * keys.shape[2]
+    heads = min(8, triton.next_power_of_2(rows))
     store_kernel[(tokens, triton.cdiv(rows, heads))](
-        qkv, cos, sin, slots, q, keys, values, buffer, buffer_rows, buffer_slots, *strides,
-        keys[0, ..., 0].numel(), H=num_heads, K=len(keys), D=head_dim, HEADS=heads, PAIRS=pairs,
-        OBSERVE=buffer is not None, num_warps=2,
+        qkv, cos, sin, slots, q, keys, values, buffer, buffer_rows, buffer_slots, q_norm, k_norm, eps,
+        row_stride, head_stride, num_slots, H=num_heads, K=len(keys), D=head_dim, HEADS=heads,
+        PAIRS=triton.next_power_of_2(head_dim // 2), OBSERVE=buffer is not None, NORM=q_norm is not None,
+        num_warps=2,
     )  # fmt: skip
     return q

@@ -75,13 +75,18 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
     keep = (count_up(kept) * cached // kept).expand(requests, layers, kv_heads, kept).contiguous()
     rows = torch.arange(requests, device=device)
     qkv, angles = random(requests, heads + 2 * kv_heads, dim), random(requests, dim // 2).float()
+    q_norm, k_norm, eps = random(dim), random(dim), torch.full((1,), 1e-6, device=device)
+    update, scale = random(requests, shape.hidden), random(shape.hidden)
+    stream = update.float()
+    gate_up = random(requests, 2 * shape.mlp)
     slots, places = (rows * pages + 1) * shape.page, torch.zeros_like(rows)
     prompt, prompt_counts = random(heads, chunk + BEACONS, dim), integers((heads,), chunk + BEACONS)
     layer = cycle(range(layers))  # one after the other, so that no timing finds a layer in the L2 cache
 
     def store() -> torch.Tensor:
         at = next(layer)
-        return kernels.store(qkv, angles, angles, slots, keys[at], values[at], buffer[:, at], rows, places)
+        target = (keys[at], values[at], buffer[:, at], rows, places)
+        return kernels.store(qkv, angles, angles, slots, *target, q_norm=q_norm, k_norm=k_norm, eps=eps)
 
     def attention(some: int, count: int) -> Callable:
         q, borders = random(some * count, heads, dim), count_up(some + 1) * count
@@ -94,6 +99,8 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
 
     observed = (buffer, buffer_positions, keys, positions, table, lengths, torch.stack((zeros, lengths), 1))
     return {
+        "add and norm": lambda: kernels.add_rms_norm(stream, update, scale, eps),
+        "silu and product": lambda: kernels.silu_mul(gate_up),
         "store": store,
         "decode attention": attention(requests, 1),
         "prefill attention": attention(1, chunk),
@@ -107,13 +114,16 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
 def costs(shape: Shape, requests: int, cached: int, layers: int) -> dict[str, tuple[int, int]]:
     """(bytes, operations) of each of `calls`: every operand moves once, only the keys twice in `scores`."""
     heads, kv_heads, chunk = shape.heads, shape.kv_heads, min(CHUNK, cached)
-    vector, dot = shape.dim * shape.dtype.itemsize, 2 * shape.dim  # bytes, operations
+    size = shape.dtype.itemsize
+    vector, dot = shape.dim * size, 2 * shape.dim  # bytes, operations
     slot = 2 * kv_heads * vector  # bytes of keys and values in one layer
     queries, rotated = requests * heads, requests * (heads + kv_heads) * shape.dim
     prompt, buffered = heads * (chunk + BEACONS), queries * layers * CAPACITY
     seen = heads * chunk * (cached - chunk // 2)  # pairs of a chunk's queries and slots
     held, kept = (requests * layers * n for n in (cached, cached - cached // PERIODS))
     return {
+        "add and norm": (requests * shape.hidden * (8 + 2 * size), 4 * requests * shape.hidden),
+        "silu and product": (3 * requests * shape.mlp * size, 4 * requests * shape.mlp),
         "store": (2 * slot * requests + 3 * queries * vector + 4 * shape.dim * requests, 3 * rotated),
         "decode attention": (slot * requests * cached + 2 * queries * vector, 2 * dot * queries * cached),
         "prefill attention": (slot * cached + 2 * chunk * heads * vector, 2 * dot * seen),

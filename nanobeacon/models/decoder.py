@@ -4,6 +4,8 @@ Knows no requests, no sampling and no files. What differs between families are f
 checkpoint's tensors go is told by `weights`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +14,37 @@ from torch import Tensor, nn
 from ..batch import Batch
 from ..cache import KVCache, QueryBuffer
 from ..config import ModelConfig
-from ..kernels import choose, reference
+from ..kernels import choose
 from ..rope import Rope
-from .layers import Linear, packing_pays, rms_norm, weight
+from .layers import Linear, weight
+
+Kernels = ModuleType | SimpleNamespace  # what `kernels.choose` returns
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all layers of one forward pass share. T tokens, H query heads."""
+
+    batch: Batch
+    cache: KVCache
+    queries: QueryBuffer
+    kernels: Kernels
+    cos: Tensor  # float32 [T, D/2], of the tokens' positions
+    sin: Tensor
+    # Where queries lie before the buffer takes some of them, [H, T, D]; None where `store` puts every query
+    # into its buffer row, or where nobody observes. It is used again in each layer.
+    unrotated: Tensor | None
+    first_row: Tensor | None  # int64 [T], zeros: the one row of `unrotated`
+    tokens: Tensor | None  # int64 [T], 0 … T - 1: its slots
+
+    def queries_go_to(self, layer: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Buffer [rows, H, C, D], rows [T] and slots [T], to which `store` writes each token's queries."""
+        seen = self.batch.observation
+        if seen.rows is not None:
+            return self.queries.buffer[:, layer], seen.rows, seen.slots
+        if self.unrotated is not None:
+            return self.unrotated[None], self.first_row, self.tokens
+        return None, None, None
 
 
 class Layer(nn.Module):
@@ -22,9 +52,13 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.config, self.eps = config, torch.tensor([config.rms_norm_eps], device=device)
-        hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        q_size, qkv_size = config.num_heads * dim, (config.num_heads + 2 * config.num_kv_heads) * dim
+        self.config = config
+        self.eps = torch.tensor([config.rms_norm_eps], device=device)
+        hidden = config.hidden_size
+        mlp = config.intermediate_size
+        dim = config.head_dim
+        q_size = config.num_heads * dim
+        qkv_size = (config.num_heads + 2 * config.num_kv_heads) * dim
 
         def make(*shape: int, wanted: bool = True) -> nn.Parameter | None:
             return weight(*shape, dtype=dtype, device=device) if wanted else None
@@ -32,54 +66,80 @@ class Layer(nn.Module):
         def linear(inputs: int, outputs: int, bias: bool) -> Linear:
             return Linear(make(outputs, inputs), make(outputs, wanted=bias))
 
-        self.input_norm, self.post_norm = make(hidden), make(hidden)
-        self.qkv, self.o = linear(hidden, qkv_size, config.qkv_bias), linear(q_size, hidden, config.o_bias)
-        self.q_norm, self.k_norm = make(dim, wanted=config.qk_norm), make(dim, wanted=config.qk_norm)
+        self.input_norm = make(hidden)
+        self.qkv = linear(hidden, qkv_size, config.qkv_bias)
+        self.q_norm = make(dim, wanted=config.qk_norm)
+        self.k_norm = make(dim, wanted=config.qk_norm)
+        self.o = linear(q_size, hidden, config.o_bias)
+        self.post_norm = make(hidden)
         self.gate_up = linear(hidden, 2 * mlp, config.mlp_bias)
         self.down = linear(mlp, hidden, config.mlp_bias)
 
-    def weights(self) -> dict[str, Tensor | None]:
+    def weights(self) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the part of a parameter that it fills."""
-        c = self.config
-        heads = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-        views = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
-        views |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
+        config = self.config
+        kv_heads = config.num_kv_heads
+        heads = [n * config.head_dim for n in (config.num_heads, kv_heads, kv_heads)]
+        views = {
+            "input_layernorm.weight": self.input_norm,
+            "post_attention_layernorm.weight": self.post_norm,
+            "self_attn.q_norm.weight": self.q_norm,
+            "self_attn.k_norm.weight": self.k_norm,
+        }
         for kind in ("weight", "bias"):
-            matrices = (self.qkv, self.o, self.gate_up, self.down)
-            qkv, o, gate_up, down = (getattr(matrix, kind) for matrix in matrices)
-            q, k, v = qkv.split(heads) if qkv is not None else (None,) * 3
-            gate, up = gate_up.chunk(2) if gate_up is not None else (None, None)
-            views |= {f"self_attn.{n}_proj.{kind}": x for n, x in zip("qkvo", (q, k, v, o), strict=True)}
-            views |= {f"mlp.{n}_proj.{kind}": x for n, x in (("gate", gate), ("up", up), ("down", down))}
+            qkv = getattr(self.qkv, kind)
+            gate_up = getattr(self.gate_up, kind)
+            q, k, v = (None, None, None) if qkv is None else qkv.split(heads)
+            gate, up = (None, None) if gate_up is None else gate_up.chunk(2)
+            views |= {
+                f"self_attn.q_proj.{kind}": q,
+                f"self_attn.k_proj.{kind}": k,
+                f"self_attn.v_proj.{kind}": v,
+                f"self_attn.o_proj.{kind}": getattr(self.o, kind),
+                f"mlp.gate_proj.{kind}": gate,
+                f"mlp.up_proj.{kind}": up,
+                f"mlp.down_proj.{kind}": getattr(self.down, kind),
+            }
         return {name: view for name, view in views.items() if view is not None}
 
-    def forward(self, layer: int, hidden: Tensor, rotation, batch: Batch, cache, queries, kernels) -> Tensor:
-        """hidden float32 [T, hidden] -> the same; stores this layer's keys, values and queries on the way."""
-        hidden += self._attend(layer, hidden, rotation, batch, cache, queries, kernels)
-        hidden += self._mlp(hidden)
-        return hidden
+    def forward(self, layer: int, hidden: Tensor, update: Tensor | None, shared: Shared) -> Tensor:
+        """What this layer's MLP adds to the residual stream, [T, hidden].
 
-    def _attend(self, layer: int, hidden: Tensor, rotation, batch: Batch, cache, queries, kernels) -> Tensor:
-        c = self.config
-        qkv = self.qkv(rms_norm(hidden, self.input_norm, self.eps)).view(len(hidden), -1, c.head_dim)
-        if c.qk_norm:
-            q, k, v = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-            qkv = torch.cat((q, k, v), dim=1)
-        seen = batch.observation
-        queries.observe(layer, qkv[:, : c.num_heads], batch.positions, seen, kernels)
-        keys, values = cache.keys[layer], cache.values[layer]
-        target = (queries.buffer[:, layer], seen.rows, seen.slots) if seen.rows is not None else ()
-        q = kernels.store(qkv, *rotation, batch.slots, keys, values, *target)
+        hidden float32 [T, hidden]: the stream, to which `update`, what the layer before adds, and what this
+        layer's attention adds are added in place: so an addition and the norm after it are one launch. Keys,
+        values and queries are stored on the way."""
+        kernels = shared.kernels
+        normed = kernels.add_rms_norm(hidden, update, self.input_norm, self.eps)
+        attended = self._attend(layer, normed, shared)
+        normed = kernels.add_rms_norm(hidden, attended, self.post_norm, self.eps)
+        return self.down(kernels.silu_mul(self.gate_up(normed)))
+
+    def _attend(self, layer: int, normed: Tensor, shared: Shared) -> Tensor:
+        """What attention adds to the stream, [T, hidden], from the normed stream [T, hidden]."""
+        batch, kernels = shared.batch, shared.kernels
+        keys, values = shared.cache.keys[layer], shared.cache.values[layer]
+        head_dim = self.config.head_dim
+
+        # 1. q, k and v of the tokens, [T, H + 2K, D]
+        qkv = self.qkv(normed).view(len(normed), -1, head_dim)
+
+        # 2. q and k are normed and rotated; k and v go to the cache, q as it was before the rotation to the
+        #    query buffer, or beside it where that takes only some of this pass
+        buffer, rows, slots = shared.queries_go_to(layer)
+        q = kernels.store(
+            qkv, shared.cos, shared.sin, batch.slots, keys, values, buffer, rows, slots,
+            q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps,
+        )  # fmt: skip
+        if shared.unrotated is not None:
+            of_tokens = shared.unrotated.transpose(0, 1)  # [T, H, D]
+            shared.queries.observe(layer, of_tokens, batch.positions, batch.observation, kernels)
+
+        # 3. Each token attends to its request's slots
         attended = kernels.paged_attention(
             q, keys, values, batch.page_table, batch.cached_lengths, batch.cu_seqlens,
-            batch.max_query_length, batch.max_cached_length, c.head_dim**-0.5, batch.runs,
+            batch.max_query_length, batch.max_cached_length, head_dim**-0.5, batch.runs,
         )  # fmt: skip
         return self.o(attended.flatten(1))
-
-    def _mlp(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps)).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
 
 
 class Decoder(nn.Module):
@@ -87,7 +147,10 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
         super().__init__()
-        self.config, self.dtype, self.device, self.rows = config, dtype, device, None
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.rows: Callable[[Tensor], Tensor] | None = None  # ids -> rows of an embedding that is not held
         self.kernels = choose(device, config.head_dim, page_size)
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
         shape = (config.vocab_size, config.hidden_size)
@@ -105,33 +168,29 @@ class Decoder(nn.Module):
             views |= {f"model.layers.{i}.{name}": view for name, view in layer.weights().items()}
         return views
 
-    def pack(self, rows: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Once loaded: on a CPU without bf16 instructions, lay bf16 matrices out so that they multiply fast.
-        Activations are then float32, the cache stays bf16. `rows`: where a tied embedding's rows, ids -> bf16
-        [T, hidden], can be had, so that it need not be in memory twice. `weights()` has no views any more."""
-        if self.kernels is not reference or not packing_pays(self.dtype, self.device):
-            return  # Triton's kernels, interpreted on a CPU, want q and the cache in one dtype
-        self.head.pack()
-        if self.config.tied and rows is not None:
-            self.embedding, self.rows = None, rows
-        for module in self.layers.modules():
-            if isinstance(module, Linear):
-                module.pack()
-        for parameter in self.parameters():
-            if parameter.dim() == 1:
-                parameter.data = parameter.data.float()
-
     def forward(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Tensor:
         """One forward pass; returns the hidden states [T, hidden] after the final norm."""
         cache.store_positions(batch.positions, batch.slots)
         queries.store_positions(batch.observation, batch.positions)
-        rotation = self.rope.cos_sin(batch.positions, batch.rope_lengths)
         ids = batch.token_ids
         hidden = self.rows(ids) if self.rows is not None else F.embedding(ids, self.embedding)
         hidden = hidden.float()  # sums over layers stay in float32
+        shared = self._shared(batch, cache, queries)
+        update = None
         for i, layer in enumerate(self.layers):
-            hidden = layer(i, hidden, rotation, batch, cache, queries, self.kernels)
-        return rms_norm(hidden, self.norm, self.layers[-1].eps)
+            update = layer(i, hidden, update, shared)
+        return self.kernels.add_rms_norm(hidden, update, self.norm, self.layers[-1].eps)
+
+    def _shared(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Shared:
+        cos, sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
+        unrotated = first_row = tokens = None
+        if queries.settings is not None and batch.observation.rows is None:
+            count, device = len(batch.token_ids), batch.token_ids.device
+            shape = (self.config.num_heads, count, self.config.head_dim)
+            unrotated = torch.empty(shape, dtype=queries.buffer.dtype, device=device)
+            first_row = torch.zeros(count, dtype=torch.int64, device=device)
+            tokens = torch.arange(count, device=device)
+        return Shared(batch, cache, queries, self.kernels, cos, sin, unrotated, first_row, tokens)
 
     def logits(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
         """float32 [R, vocabulary] from hidden [R, hidden]; rows of the head past `vocabulary` are padding."""

@@ -1,0 +1,99 @@
+"""Fast linear maps on a CPU that has no bf16 instructions: everything that is done for such a CPU alone.
+
+There a product with bf16 weights crawls. Packed, the weights are float16 in the order in which AVX2 reads
+them, converted in registers, and activations are float32. Knows linear maps and the decoder that holds them;
+nothing of attention or caches."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import reference
+from .decoder import Decoder
+from .layers import Linear, weight
+
+BLOCK = 8 << 20  # weights that are turned into float32 at a time when a matrix is packed
+PADDING = 512  # packed weights are padded to a multiple of this many inputs
+# The operator without its wrapper, which looks through the arguments again at every call
+MULTIPLY = torch.ops.quantized.linear_dynamic_fp16.default._op
+
+
+def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products with such weights crawl as they are: bf16 on a CPU that has no instructions for it."""
+    crawls = device.type == "cpu" and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
+    return crawls and "fbgemm" in torch.backends.quantized.supported_engines
+
+
+class PackedLinear(nn.Module):
+    """x float32 [T, in] -> float32 [T, out], by float16 weights; made by `packed`.
+
+    blocks: packed rows of the matrix, one after another. rest: float32 [in', out], the last inputs, where
+    padding them would read more than they are. bias: float32 [out]."""
+
+    def __init__(self, blocks: list, rest: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.rest = rest
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        tail = None
+        if self.rest is not None:
+            x, tail = x.split((x.shape[1] - len(self.rest), len(self.rest)), dim=1)
+        if len(self.blocks) == 1:
+            out = MULTIPLY(x, self.blocks[0])
+        else:
+            out = torch.cat([MULTIPLY(x, block) for block in self.blocks], dim=1)
+        if tail is not None:
+            out.addmm_(tail, self.rest)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def packed(linear: Linear) -> PackedLinear | Linear:
+    """The same map with packed weights; the given one is emptied, so that no matrix is held twice.
+
+    Weights above 6e-5 keep every bit, smaller ones move by 3e-8 at most. A matrix beyond float16, or one that
+    is not finite, becomes float32 instead."""
+    matrix = linear.weight
+    outputs, inputs = matrix.shape
+    linear.weight = None
+    bias = None if linear.bias is None else linear.bias.float()
+    parts = matrix.split(max(1, BLOCK // inputs))
+
+    def wide(*shape: int) -> nn.Parameter:
+        return weight(*shape, dtype=torch.float32, device=matrix.device)
+
+    if not all(part.abs().max() <= torch.finfo(torch.float16).max for part in parts):
+        biases = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        return Linear(wide(outputs, inputs).copy_(matrix), biases)
+
+    together, rest = inputs, None
+    past = inputs % PADDING
+    if len(parts) > 1 and inputs > PADDING and 0 < past <= PADDING // 2:
+        together = inputs - past  # what is past takes less as float32 than padded
+        rest = wide(past, outputs).copy_(matrix[:, together:].T)
+    blocks = []
+    for part in parts:
+        part = wide(len(part), together).copy_(part[:, :together])
+        blocks.append(torch.ops.quantized.linear_prepack_fp16(part, None))
+    return PackedLinear(blocks, rest, bias)
+
+
+def pack(model: Decoder, rows: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Once a model is loaded: pack its matrices where that pays. Activations are then float32, the cache is
+    still in the model's dtype, and `weights()` has no views any more. `rows`: where a tied embedding's rows,
+    ids -> [T, hidden], can be had, so that the matrix need not be in memory twice."""
+    if model.kernels is not reference or not packing_pays(model.dtype, model.device):
+        return  # Triton's kernels, interpreted on a CPU, want q and the cache in one dtype
+    model.head = packed(model.head)
+    if model.config.tied and rows is not None:
+        model.embedding = None
+        model.rows = rows
+    for layer in model.layers:
+        for name, child in list(layer.named_children()):
+            if isinstance(child, Linear):
+                setattr(layer, name, packed(child))
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # the scales of the norms
+            parameter.data = parameter.data.float()
