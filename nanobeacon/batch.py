@@ -30,31 +30,53 @@ class Batch:
 
     @staticmethod
     def build(plan: Plan, cache: KVCache, queries: QueryBuffer) -> "Batch":
-        device, page_size = cache.keys.device, cache.page_size
-        tokens, positions, rope_lengths, slots, cached, borders = [], [], [], [], [], [0]
+        """The tensors of a plan, on the cache's device; page tables that have changed are written first."""
+        device = cache.keys.device
+        page_size = cache.page_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        rope_lengths: list[int] = []
+        slots: list[int] = []
+        cached_lengths: list[int] = []
+        cu_seqlens = [0]
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             if request.pages_changed:
                 cache.write_page_table(request)
-            start, held, prompt = request.num_computed, request.cached_length, len(request.prompt_token_ids)
-            tokens += request.tokens(start, start + length)
-            positions += range(start, start + length)
-            rope_lengths += [max(prompt, p + 1) for p in range(start, start + length)]
+            # 1. Logical: which tokens, at which positions.
+            start = request.num_computed
+            new_positions = range(start, start + length)
+            prompt = len(request.prompt_token_ids)
+            token_ids += request.tokens(start, start + length)
+            positions += new_positions
+            rope_lengths += [max(prompt, position + 1) for position in new_positions]
+            # 2. Physical: into which slots, behind what is cached.
+            held = request.cached_length
             pages = request.pages
             slots += [pages[s // page_size] * page_size + s % page_size for s in range(held, held + length)]
-            cached.append(held + length)
-            borders.append(len(tokens))
-        longest, runs = max(cached), None
-        if device.type == "cpu":
-            runs = [r.pages[0] * page_size if one_run(r.pages) else None for r in plan.requests]
-        rows = torch.tensor([r.row for r in plan.requests], device=device)
+            cached_lengths.append(held + length)
+            cu_seqlens.append(len(token_ids))
 
         def whole(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
+        longest = max(cached_lengths)
+        rows = torch.tensor([r.row for r in plan.requests], device=device)
         return Batch(
-            token_ids=whole(tokens), positions=whole(positions), rope_lengths=whole(rope_lengths),
-            slots=whole(slots), cached_lengths=whole(cached, torch.int32),
-            cu_seqlens=whole(borders, torch.int32), max_query_length=max(plan.lengths),
-            page_table=cache.page_table[rows, : -(-longest // page_size)], max_cached_length=longest,
-            runs=runs, observation=queries.plan(plan),
-        )  # fmt: skip
+            token_ids=whole(token_ids),
+            positions=whole(positions),
+            rope_lengths=whole(rope_lengths),
+            slots=whole(slots),
+            cached_lengths=whole(cached_lengths, torch.int32),
+            cu_seqlens=whole(cu_seqlens, torch.int32),
+            page_table=cache.page_table[rows, : -(-longest // page_size)],
+            max_query_length=max(plan.lengths),
+            max_cached_length=longest,
+            runs=_runs(plan, page_size) if device.type == "cpu" else None,
+            observation=queries.plan(plan),
+        )
+
+
+def _runs(plan: Plan, page_size: int) -> list[int | None]:
+    """For a CPU, which reads pages that lie behind each other as a view, without a gather: the first slot of
+    each such request, None for the others."""
+    return [r.pages[0] * page_size if one_run(r.pages) else None for r in plan.requests]

@@ -7,7 +7,6 @@ import logging
 import random
 import threading
 import time
-from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -23,26 +22,11 @@ from .pages import PagePool
 from .request import Listener, Request, SamplingParams
 from .sampling import Draw, sample, token_logprobs, uniform
 from .scheduler import Plan, Scheduler
+from .stats import Stats
 from .tokenizer import TextStream, Tokenizer
 
 CPU_POOL = 4 << 30  # bytes of keys and values that a CPU's pool takes at most by itself
 log = logging.getLogger("nanobeacon")
-
-
-@dataclass
-class Stats:
-    """What an engine has done; seconds are wall time, bytes maxima over steps, summed over requests."""
-
-    prompt_tokens: int = 0  # computed: what a preemption repeats is counted again
-    output_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    eviction_seconds: float = 0.0  # part of decode_seconds, or of prefill_seconds where a prompt evicts
-    evictions: int = 0
-    peak_cached_tokens: int = 0  # most held by one request
-    peak_kv_bytes: int = 0  # pages in use
-    full_kv_bytes: int = 0  # what no budget would have held
-    query_buffer_bytes: int = 0
 
 
 class Engine:
@@ -51,32 +35,53 @@ class Engine:
     def __init__(
         self, model: Decoder, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
     ) -> None:
-        self.model, self.config, self.tokenizer, self.eos_token_ids = model, config, tokenizer, eos_token_ids
-        shape, device, dtype = model.config, model.device, model.dtype
-        rows, page_size = config.max_num_seqs + 1, config.page_size
+        self.model = model
+        self.config = config
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        shape = model.config
+        device = model.device
+        dtype = model.dtype
+        settings = config.eviction
+        page_size = config.page_size
+        rows = config.max_num_seqs + 1  # row 0 is the scratch row
         self.max_model_len = config.max_model_len or shape.max_position_embeddings
         self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
-        self.queries = QueryBuffer(config.eviction, shape, rows, dtype, device)
+        # 1. Memory: query buffers first, then as many pages as fit beside them.
+        self.queries = QueryBuffer(settings, shape, rows, dtype, device)
         pages_each = -(-self.max_model_len // page_size)
         values = shape.num_layers * shape.num_kv_heads * page_size * shape.head_dim
         self.page_bytes = 2 * values * dtype.itemsize  # keys and values of a page, all layers and heads
         num_pages = config.num_pages or self._pages_that_fit(pages_each)
-        self.pool = PagePool(num_pages + 1)
-        most = min(pages_each, num_pages)
-        self.cache = KVCache(shape, num_pages + 1, page_size, rows, most, dtype, device)
-        budget = config.eviction.budget if config.eviction else None
-        parts = (self.cache, self.queries)
-        self.evictor = Evictor(config.eviction, *parts, model.rope, model.kernels, config.trace)
-        limits = (page_size, config.max_num_seqs, config.chunk, budget)
-        self.scheduler = Scheduler(self.pool, *limits, ahead=lambda r: self.evictor.ahead(r))  # replaceable
+        most_pages = min(pages_each, num_pages)  # of one request
+        self.pool = PagePool(num_pages + 1)  # page 0 is the scratch page
+        self.cache = KVCache(shape, num_pages + 1, page_size, rows, most_pages, dtype, device)
+        # 2. Who evicts, and who decides what runs.
+        self.evictor = Evictor(settings, self.cache, self.queries, model.rope, model.kernels, config.trace)
+        self.scheduler = Scheduler(
+            self.pool,
+            page_size,
+            config.max_num_seqs,
+            config.chunk,
+            settings.budget if settings else None,
+            ahead=lambda request: self.evictor.ahead(request),  # a test may replace the evictor
+        )
+        # 3. A decode step is replayed from a graph where there are graphs.
         self.forward_decode = model
         if config.cuda_graphs and device.type == "cuda":
-            self.forward_decode = DecodeGraphs(model, *parts, config.max_num_seqs, most * page_size)
-        self.stats, self._arrivals = Stats(), count()
-        self._lock, self._stepping = threading.RLock(), False  # several threads may submit, step and abort
-        pool, buffers = num_pages * self.page_bytes / 1e9, rows * self.queries.row_bytes / 1e6
-        sizes = f"{num_pages} pages of {page_size} tokens, {pool:.2f} GB; query buffers {buffers:.1f} MB"
-        log.info("%s on %s: %s", str(dtype).removeprefix("torch."), device, sizes)
+            most_tokens = most_pages * page_size
+            self.forward_decode = DecodeGraphs(
+                model, self.cache, self.queries, config.max_num_seqs, most_tokens
+            )
+        self.stats = Stats()
+        self._arrivals = count()
+        self._lock = threading.RLock()  # several threads may submit, step and abort
+        self._stepping = False
+        log.info(
+            "%s on %s: %d pages of %d tokens, %.2f GB; query buffers %.1f MB",
+            str(dtype).removeprefix("torch."), device, num_pages, page_size,
+            num_pages * self.page_bytes / 1e9, rows * self.queries.row_bytes / 1e6,
+        )  # fmt: skip
 
     def _pages_that_fit(self, pages_each: int) -> int:
         """GPU: `gpu_memory` of what is free now; CPU: what `max_num_seqs` requests need, CPU_POOL at most."""
@@ -94,15 +99,16 @@ class Engine:
         on_logits: Listener | None = None,
     ) -> list[Request]:  # fmt: skip
         """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set."""
-        settings, arrival, seed = self.config.eviction, next(self._arrivals), params.seed
-        if seed is None:
-            source = random.SystemRandom() if self.config.seed is None else None
-            seed = (source or random.Random(f"{self.config.seed} {arrival}")).getrandbits(63)
+        settings = self.config.eviction
+        arrival = next(self._arrivals)
+        seed = self._seed_of(arrival) if params.seed is None else params.seed
         protected = settings.protected(len(prompt)) if settings else len(prompt)
         requests = []
         for completion in range(params.n):
             request = Request(arrival, prompt, params, params.max_tokens or 0, protected, completion, seed)
-            request.eos_token_ids, request.forced, request.on_logits = self.eos_token_ids, forced, on_logits
+            request.eos_token_ids = self.eos_token_ids
+            request.forced = forced
+            request.on_logits = on_logits
             request.error = self._limit(request)
             if request.error:
                 request.finish_reason = "error"
@@ -113,6 +119,12 @@ class Engine:
                     self.scheduler.add(request)
             requests.append(request)
         return requests
+
+    def _seed_of(self, arrival: int) -> int:
+        """For a request without a seed: by the engine's seed and the arrival, fresh where there is none."""
+        if self.config.seed is None:
+            return random.SystemRandom().getrandbits(63)
+        return random.Random(f"{self.config.seed} {arrival}").getrandbits(63)
 
     def _limit(self, request: Request) -> str | None:
         """Settle max_tokens; the reason why the request cannot run, or None."""
@@ -170,27 +182,34 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> list[Request]:
+        """The step of a plan; who got a token, in order."""
         began = time.perf_counter()
+        # 1. Run the model: keys, values and queries are stored on the way, layer by layer.
         batch = Batch.build(plan, self.cache, self.queries)
         forward = self.forward_decode if plan.one_each else self.model
         hidden = forward(batch, self.cache, self.queries)
+        # 2. Count what is there now.
         self.queries.advance(plan, batch.observation)
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             request.num_computed += length
             request.cached_length += length
         self._count_memory(plan)
+        # 3. Completions that waited for a prompt take over what its leader has read.
         ready = plan.ready()
         forks = self._fork(list(ready))
-        ready |= {fork: ready[fork.leader] for fork in forks}
+        for fork in forks:
+            ready[fork] = ready[fork.leader]
+        # 4. Sample from the rows that have an answer to give; requests may end here.
         takers = [(request, token) for request, tokens in ready.items() for token in tokens]
         if takers:
             index = torch.tensor([token for _, token in takers], device=hidden.device)
             logits = self.model.logits(hidden[index], self.vocabulary)
             self._take_tokens([request for request, _ in takers], logits)
-        for request in forks:
-            request.leader = None
+        for fork in forks:
+            fork.leader = None
+        # 5. Evict, of those that go on.
         self._evict([r for r in plan.requests + forks if r.finish_reason is None], hidden.device)
-        self._count_time(plan, len(takers), time.perf_counter() - began)
+        self.stats.count_time(plan, len(takers), time.perf_counter() - began)
         return list(ready)
 
     def _evict(self, going_on: list[Request], device: torch.device) -> None:
@@ -206,10 +225,12 @@ class Engine:
         forks = [r for r in self.scheduler.running if r.leader in ready] if ready else []
         for request in forks:
             leader = request.leader
-            request.num_computed, request.cached_length = leader.num_computed, leader.cached_length
+            request.num_computed = leader.num_computed
+            request.cached_length = leader.cached_length
+            request.trace = list(leader.trace)
+            # The full protected pages are shared already; the others are copied, as is the buffer row.
             used = -(-leader.cached_length // self.config.page_size)
             private = [i for i in range(used) if leader.pages[i] != request.pages[i]]
-            request.trace = list(leader.trace)
             self.cache.write_page_table(request)
             self.cache.copy_pages([leader.pages[i] for i in private], [request.pages[i] for i in private])
             self.queries.copy_row(leader, request)
@@ -227,7 +248,8 @@ class Engine:
             if request.on_logits is not None:
                 request.on_logits(len(request.output_token_ids), row)
             if token < 0:
-                request.finish_reason, request.error = "error", "the model's logits are not finite"
+                request.finish_reason = "error"
+                request.error = "the model's logits are not finite"
             else:
                 request.append(token)
                 self._grow_text(request, token)
@@ -279,21 +301,11 @@ class Engine:
                 request.finish_reason = "stop"
 
     def _count_memory(self, plan: Plan) -> None:
-        """Maxima over steps, taken while all that a step stored is there."""
-        running, page_bytes = self.scheduler.running, self.page_bytes
-        full = sum(-(-r.num_computed // self.config.page_size) for r in running)
-        for name, value in (
-            ("peak_cached_tokens", max(r.cached_length for r in plan.requests)),
-            ("peak_kv_bytes", self.pool.used_count * page_bytes),
-            ("full_kv_bytes", full * page_bytes),
-            ("query_buffer_bytes", len(running) * self.queries.row_bytes),
-        ):
-            setattr(self.stats, name, max(getattr(self.stats, name), value))
-
-    def _count_time(self, plan: Plan, tokens: int, seconds: float) -> None:
-        self.stats.output_tokens += tokens
-        if plan.prefill:
-            self.stats.prompt_tokens += sum(plan.lengths)
-            self.stats.prefill_seconds += seconds
-        else:
-            self.stats.decode_seconds += seconds
+        running = self.scheduler.running
+        full_pages = sum(-(-r.num_computed // self.config.page_size) for r in running)
+        self.stats.count_memory(
+            cached_tokens=max(r.cached_length for r in plan.requests),
+            kv_bytes=self.pool.used_count * self.page_bytes,
+            full_bytes=full_pages * self.page_bytes,
+            query_bytes=len(running) * self.queries.row_bytes,
+        )

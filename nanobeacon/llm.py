@@ -14,12 +14,13 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, generation_defaults, load_into, resolve
 from .config import EngineConfig, config_for_tensors, read_config
-from .engine import Engine, Stats
+from .engine import Engine
 from .eviction import EvictionEvent
 from .models.decoder import Decoder
 from .models.packing import pack
 from .policies import Policy, check, settle
 from .request import Request, SamplingParams
+from .stats import Stats
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

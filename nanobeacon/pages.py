@@ -27,10 +27,13 @@ class PagePool:
         free run that holds them all; where none does, pieces of the largest."""
         if count > self.free_count:
             return None
+        # 1. The place that was asked for, where it is free.
         if at is not None and count and any(a <= at and at + count <= b for a, b in self._runs):
             return self._cut(at, count)
+        # 2. Else the smallest run that holds what is still wanted; where there is none, all of the largest.
         pages: list[int] = []
-        while wanted := count - len(pages):
+        while len(pages) < count:
+            wanted = count - len(pages)
             by_size = sorted(self._runs, key=lambda run: run[1] - run[0])
             first, end = next((run for run in by_size if run[1] - run[0] >= wanted), by_size[-1])
             pages += self._cut(first, min(wanted, end - first))

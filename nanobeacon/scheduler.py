@@ -26,11 +26,13 @@ class Plan:
     def ready(self) -> dict[Request, range]:
         """Once computed: who gets output tokens, and the tokens of the batch that these follow, the last of
         a prompt, each one of a decode step."""
-        ready, first = {}, 0
+        ready = {}
+        first = 0
         for request, length in zip(self.requests, self.lengths, strict=True):
             end = first + length
             if request.num_computed >= request.num_tokens:
-                ready[request] = range(end - 1 if self.prefill else first, end)
+                answered = end - 1 if self.prefill else first
+                ready[request] = range(answered, end)
             first = end
         return ready
 
@@ -43,20 +45,25 @@ class Scheduler:
         self, pool: PagePool, page_size: int, max_num_seqs: int, chunk: int, budget: int | None = None,
         max_prefill_tokens: int = 2048, ahead: Callable[[Request], int] = lambda request: 1,
     ) -> None:  # fmt: skip
-        self.pool, self.page_size, self.chunk, self.budget = pool, page_size, chunk, budget
+        self.pool = pool
+        self.page_size = page_size
+        self.chunk = chunk
+        self.budget = budget
         self.ahead = ahead
         self.max_prefill_tokens = max(chunk, max_prefill_tokens)  # a step can always take one whole chunk
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self.preemptions = 0
-        self._rows = list(range(max_num_seqs, 0, -1))
-        self._stretch = (pool.num_pages - 1) // max_num_seqs
+        self.free_rows = list(range(max_num_seqs, 0, -1))  # the next one is taken from the end
+        self._stretch = (pool.num_pages - 1) // max_num_seqs  # pages of the pool for each seat
         self._decode_next = False
 
     def tokens_held(self, request: Request) -> int:
         """The most slots the request can ever hold; the last token it samples is never fed."""
         total = len(request.prompt_token_ids) + request.max_tokens - 1
-        return total if self.budget is None else min(total, request.protected + self.budget)
+        if self.budget is None:
+            return total
+        return min(total, request.protected + self.budget)
 
     def fits(self, request: Request) -> bool:
         """Whether the pool, empty, could serve it: else it would wait for ever."""
@@ -68,10 +75,16 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next forward pass, or None when nobody waits or runs. Prefill and decode steps take turns."""
+        # 1. Whoever finds a seat and pages begins to run.
         self._admit()
+        # 2. After a prefill step comes a decode step, if anybody decodes: neither starves.
         decoders = [r for r in self.running if r.decodes]
-        plan = None if self._decode_next and decoders else self._plan_prefill()
-        plan = plan or self._plan_decode(decoders)
+        plan = None
+        if not (self._decode_next and decoders):
+            plan = self._plan_prefill()
+        # 3. No prompt is left to read, or it is the decoders' turn.
+        if plan is None:
+            plan = self._plan_decode(decoders)
         self._decode_next = plan is not None and plan.prefill
         return plan
 
@@ -87,56 +100,91 @@ class Scheduler:
         """Tokens of the next prefill chunk: up to a multiple of `chunk`, not past the budget (section 3)."""
         done = request.num_computed
         length = min(request.num_tokens - done, self.chunk - done % self.chunk)
-        return length if self.budget is None else min(length, self.budget - request.evictable)
+        if self.budget is None:
+            return length
+        return min(length, self.budget - request.evictable)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     def _admit(self) -> None:
         """First come, first served: the head of the queue waits until its pages and a seat are there."""
-        while self.waiting and self._rows:
+        while self.waiting and self.free_rows:
             request = self.waiting[0]
-            # A completion of the same prompt whose prefill lies ahead: the first of them runs it for all.
-            same = (r for r in self.running if r.arrival == request.arrival and not r.output_token_ids)
-            leader = next(same, None)
-            alike = min(request.protected, len(request.prompt_token_ids)) // self.page_size
-            shared = leader.pages[:alike] if leader else []
-            tokens = request.num_tokens + 1 if self.budget is None else self.tokens_held(request)
-            wanted = self._pages_for(min(tokens, self.tokens_held(request))) - len(shared)
-            # Pages that those who grow will want soon: without them an admission would be preempted at once.
+            # 1. Another completion of the same prompt may read it for both: the full protected pages, which
+            #    no eviction touches, are shared.
+            leader = self._leader_of(request)
+            shared = leader.pages[: self._full_protected_pages(request)] if leader else []
+            # 2. Are there pages enough? Those who grow will want one soon: without these spare ones an
+            #    admission would be preempted at once.
+            wanted = self._pages_for(self._tokens_at_first(request)) - len(shared)
             spare = len(self.running) if self.budget is None else 0
             if wanted + spare > self.pool.free_count:
                 return
-            request.row, request.leader = self._rows.pop(), leader
-            # Each seat has its own stretch of the pool: a growing request stays one run while it fits there.
-            first = 1 + (request.row - 1) * self._stretch + len(shared)
+            # 3. Take the seat, with its row, and the pages.
+            request.row = self.free_rows.pop()
+            request.leader = leader
             self.pool.share(shared)
-            request.pages = shared + self.pool.allocate(wanted, at=first)
+            own = self.pool.allocate(wanted, at=self._place(request.row) + len(shared))
+            request.pages = shared + own
             request.pages_changed = True
             self.running.append(self.waiting.popleft())
 
+    def _leader_of(self, request: Request) -> Request | None:
+        """The completion of the same prompt whose prefill lies ahead: the first of them runs it for all."""
+        for other in self.running:
+            if other.arrival == request.arrival and not other.output_token_ids:
+                return other
+        return None
+
+    def _full_protected_pages(self, request: Request) -> int:
+        return min(request.protected, len(request.prompt_token_ids)) // self.page_size
+
+    def _tokens_at_first(self, request: Request) -> int:
+        """Slots it gets when it is admitted: its worst case under a budget, else up to one new token."""
+        most = self.tokens_held(request)
+        return most if self.budget is not None else min(request.num_tokens + 1, most)
+
+    def _place(self, row: int) -> int:
+        """The first page of a seat's own stretch of the pool. A request that grows stays one run of pages
+        while it fits there, which a CPU reads without a copy; elsewhere any page is as good."""
+        return 1 + (row - 1) * self._stretch
+
     def _plan_prefill(self) -> Plan | None:
+        """The next chunk of each prompt, oldest first, as many whole ones as a step may take."""
         requests = [r for r in self.running if not r.decodes and r.leader is None]
         lengths = [self.next_chunk(request) for request in requests]
         while sum(lengths) > self.max_prefill_tokens:
             lengths.pop()
-        return Plan(requests[: len(lengths)], lengths, True) if lengths else None
+        if not lengths:
+            return None
+        return Plan(requests[: len(lengths)], lengths, prefill=True)
 
     def _plan_decode(self, decoders: list[Request]) -> Plan | None:
-        """One token for each, or what a given output allows, oldest first; whoever needs a page when none is
-        left preempts the newest."""
-        ready, lengths = [], []
+        """One token for each, or what a given output allows, oldest first."""
+        requests: list[Request] = []
+        lengths: list[int] = []
         for request in decoders:
+            # 1. How many tokens: one is sampled at a time, given ones go up to what is due next.
             length = min(request.num_given, self.ahead(request)) if request.forced else 1
-            while request.row and request.cached_length + length > len(request.pages) * self.page_size:
-                if page := self.pool.allocate(1, at=request.pages[-1] + 1):
-                    request.pages, request.pages_changed = [*request.pages, *page], True
-                else:
-                    self._preempt(self.running[-1])
+            # 2. Room for them; the newest request gives up its pages where none is left, maybe this one.
+            self._grow(request, request.cached_length + length)
             if request.row:
-                ready.append(request)
+                requests.append(request)
                 lengths.append(length)
-        return Plan(ready, lengths, False) if ready else self._plan_prefill()
+        if not requests:
+            return self._plan_prefill()
+        return Plan(requests, lengths, prefill=False)
+
+    def _grow(self, request: Request, tokens: int) -> None:
+        """Pages for so many tokens, one by one, as long as the request has not been preempted itself."""
+        while request.row and tokens > len(request.pages) * self.page_size:
+            page = self.pool.allocate(1, at=request.pages[-1] + 1)
+            if page is None:
+                self._preempt(self.running[-1])
+                continue
+            request.pages = request.pages + page
+            request.pages_changed = True
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue; its keys and values are computed again later."""
@@ -144,14 +192,19 @@ class Scheduler:
         self.preemptions += 1
         self.running.remove(request)
         self._release(request)
-        request.num_computed = request.cached_length = 0
+        request.num_computed = 0
+        request.cached_length = 0
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
+        """Take a request's seat and pages away."""
         self.pool.release(request.pages)
-        self._rows.append(request.row)
-        request.pages, request.row, request.buffer_count = [], 0, 0
-        followers = [r for r in self.running if r.leader is request]
-        for follower in followers:  # the first of them takes over the prefill, on the pages they share
-            follower.leader = followers[0] if follower is not followers[0] else None
+        self.free_rows.append(request.row)
+        request.pages = []
+        request.row = 0
+        request.buffer_count = 0
         request.leader = None
+        # The first of those who waited for its prefill takes it over, on the pages they share.
+        followers = [r for r in self.running if r.leader is request]
+        for follower in followers:
+            follower.leader = None if follower is followers[0] else followers[0]

@@ -6,7 +6,7 @@ from nanobeacon.scheduler import Scheduler
 def prove(scheduler: Scheduler) -> None:
     """Prove the pool and the seats against the running requests."""
     scheduler.pool.check(r.pages for r in scheduler.running)
-    rows = [*scheduler._rows, *(r.row for r in scheduler.running)]
+    rows = [*scheduler.free_rows, *(r.row for r in scheduler.running)]
     assert len(set(rows)) == len(rows), "a row has two owners"
     housed = all(r.cached_length <= len(r.pages) * scheduler.page_size for r in scheduler.running)
     assert housed, "slots without pages"

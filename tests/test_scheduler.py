@@ -353,7 +353,7 @@ class PretendedEngine:
         assert self.step() is None
         assert self.pool.free_count == self.setup.pages
         self.pool.check([])
-        assert sorted(self.scheduler._rows) == list(range(1, self.setup.seats + 1))
+        assert sorted(self.scheduler.free_rows) == list(range(1, self.setup.seats + 1))
         for request in self.requests:
             output, reason = alone(request, self.setup)
             if request.finish_reason == "abort":

@@ -1,0 +1,37 @@
+"""`Stats`: what an engine has done, counted. Plain numbers; knows requests and plans, nothing of tensors."""
+
+from dataclasses import dataclass
+
+from .scheduler import Plan
+
+
+@dataclass
+class Stats:
+    """What an engine has done; seconds are wall time, bytes maxima over steps, summed over requests."""
+
+    prompt_tokens: int = 0  # computed: what a preemption repeats is counted again
+    output_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    eviction_seconds: float = 0.0  # part of decode_seconds, or of prefill_seconds where a prompt evicts
+    evictions: int = 0
+    peak_cached_tokens: int = 0  # most held by one request
+    peak_kv_bytes: int = 0  # pages in use
+    full_kv_bytes: int = 0  # what no budget would have held
+    query_buffer_bytes: int = 0
+
+    def count_memory(self, cached_tokens: int, kv_bytes: int, full_bytes: int, query_bytes: int) -> None:
+        """Raise the maxima to what one step held; taken while all that it stored is there."""
+        self.peak_cached_tokens = max(self.peak_cached_tokens, cached_tokens)
+        self.peak_kv_bytes = max(self.peak_kv_bytes, kv_bytes)
+        self.full_kv_bytes = max(self.full_kv_bytes, full_bytes)
+        self.query_buffer_bytes = max(self.query_buffer_bytes, query_bytes)
+
+    def count_time(self, plan: Plan, tokens: int, seconds: float) -> None:
+        """A step's seconds, and the output tokens it brought."""
+        self.output_tokens += tokens
+        if plan.prefill:
+            self.prompt_tokens += sum(plan.lengths)
+            self.prefill_seconds += seconds
+        else:
+            self.decode_seconds += seconds
