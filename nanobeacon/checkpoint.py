@@ -60,6 +60,16 @@ class TensorInfo:
     offset: int  # of the first byte in the file
 
 
+@dataclass(frozen=True)
+class Part:
+    """The piece of a file's tensor that a view holds: along dimension `dim` (0 rows, 1 columns of a matrix),
+    from `start` on, of `whole` in the file."""
+
+    dim: int
+    start: int
+    whole: int
+
+
 class Checkpoint:
     """The headers of a folder's safetensors. ValueError for what is missing, broken or contradictory."""
 
@@ -102,13 +112,24 @@ class Rows:
         return torch.frombuffer(rows, dtype=self.dtype).view(len(ids), -1)
 
 
-def load_into(views: Mapping[str, Tensor], checkpoint: Checkpoint, progress: bool = True) -> None:
+def load_into(
+    views: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+    progress: bool = True,
+    parts: Mapping[str, Part] | None = None,
+) -> None:
     """Copy each tensor of the checkpoint into the view of its name, on any device, cast to the view's dtype.
+    A name in `parts` has a view for a part of its tensor, and the file is read there alone.
     ValueError, before the first copy, with all that is missing, unexpected, misshapen or quantised. Takes
     a few MB beside the model. progress: a bar on stderr."""
     # Old Llama files hold RoPE's frequencies too
     tensors = {k: info for k, info in checkpoint.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
-    both = [(name, tensors[name].shape, tuple(view.shape)) for name, view in views.items() if name in tensors]
+    parts = parts or {}
+    both = [
+        (name, tensors[name].shape, _whole_shape(view, parts.get(name)))
+        for name, view in views.items()
+        if name in tensors
+    ]
     misshapen = [f"{name} {ours} instead of {wanted}" for name, ours, wanted in both if ours != wanted]
     quantised = [f"{name} {info.dtype}" for name, info in tensors.items() if info.dtype not in DTYPES]
     problems = {"missing": views.keys() - tensors.keys(), "unexpected": tensors.keys() - views.keys()}
@@ -116,10 +137,10 @@ def load_into(views: Mapping[str, Tensor], checkpoint: Checkpoint, progress: boo
     found = "; ".join(f"{what}: {_shortened(names)}" for what, names in problems.items() if names)
     if found:
         raise ValueError(f"the tensors of {checkpoint.folder} do not fit the model; {found}")
-    total = sum(math.prod(info.shape) * DTYPES[info.dtype].itemsize for info in tensors.values())
+    total = sum(views[name].numel() * DTYPES[info.dtype].itemsize for name, info in tensors.items())
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not progress) as bar:
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
-            _fill(views[name], info, bar.update)
+            _fill(views[name], info, bar.update, parts.get(name))
 
 
 def generation_defaults(folder: str | Path) -> dict[str, float]:
@@ -131,20 +152,38 @@ def generation_defaults(folder: str | Path) -> dict[str, float]:
     return {name: field(raw, name, type(default), default, 0) for name, default in usual.items()}
 
 
+def _whole_shape(view: Tensor, part: Part | None) -> tuple[int, ...]:
+    """The shape that the file's tensor must have for a view of a part of it."""
+    shape = list(view.shape)
+    if part is not None:
+        shape[part.dim] = part.whole
+    return tuple(shape)
+
+
 @torch.no_grad()
-def _fill(view: Tensor, info: TensorInfo, advance: Callable[[int], object]) -> None:
-    """Read a tensor in blocks of rows. No memory map: the pages it touched would count as memory in use."""
-    dtype, rows = DTYPES[info.dtype], info.shape[0]
-    row_bytes = math.prod(info.shape[1:]) * dtype.itemsize
+def _fill(view: Tensor, info: TensorInfo, advance: Callable[[int], object], part: Part | None = None) -> None:
+    """Read a tensor or its part in blocks of rows. No memory map: pages it touched would count as memory."""
+    dtype, rows = DTYPES[info.dtype], view.shape[0]
+    file_row_bytes = math.prod(info.shape[1:]) * dtype.itemsize
+    row_bytes = math.prod(view.shape[1:]) * dtype.itemsize
+    first = info.offset  # of the part's first byte in the file
+    if part is not None:
+        assert part.start + view.shape[part.dim] <= part.whole
+        unit = file_row_bytes if part.dim == 0 else dtype.itemsize
+        first += part.start * unit
     step = min(rows, max(1, BLOCK_BYTES // row_bytes))
     buffer = memoryview(bytearray(step * row_bytes))
-    block = torch.frombuffer(buffer, dtype=dtype).view(step, *info.shape[1:])
+    block = torch.frombuffer(buffer, dtype=dtype).view(step, *view.shape[1:])
     with open(info.file, "rb") as file:
-        file.seek(info.offset)
         for start in range(0, rows, step):
             count = min(step, rows - start)
-            if file.readinto(buffer[: count * row_bytes]) != count * row_bytes:
-                raise ValueError(f"{info.file} ended early")
+            # Whole rows lie one behind the other and are one read; pieces of rows are one read each
+            pieces = 1 if row_bytes == file_row_bytes else count
+            size = count * row_bytes // pieces
+            for piece in range(pieces):
+                file.seek(first + (start + piece) * file_row_bytes)
+                if file.readinto(buffer[piece * size : (piece + 1) * size]) != size:
+                    raise ValueError(f"{info.file} ended early")
             view[start : start + count].copy_(block[:count])
             advance(count * row_bytes)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanobeacon import checkpoint as module
-from nanobeacon.checkpoint import Checkpoint, generation_defaults, load_into, resolve
+from nanobeacon.checkpoint import Checkpoint, Part, generation_defaults, load_into, resolve
 
 INDEX = "model.safetensors.index.json"
 
@@ -36,6 +36,32 @@ def views_for(tensors: dict[str, torch.Tensor], dtype=torch.float32) -> dict[str
 
 
 # Loading
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, 4 << 20])
+def test_views_of_parts_get_the_rows_or_columns_of_their_part(tmp_path, monkeypatch, block_bytes):
+    tensors = {"q": random(12, 5), "o": random(7, 12), "bias": random(12), "norm": random(5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
+    views = {
+        "q": torch.zeros(4, 5),
+        "o": torch.zeros(7, 4),
+        "bias": torch.zeros(4),
+        "norm": torch.zeros(5),
+    }
+    parts = {"q": Part(0, 8, 12), "o": Part(1, 8, 12), "bias": Part(0, 8, 12)}
+    load_into(views, Checkpoint(tmp_path), progress=False, parts=parts)
+    assert torch.equal(views["q"], tensors["q"][8:])
+    assert torch.equal(views["o"], tensors["o"][:, 8:])
+    assert torch.equal(views["bias"], tensors["bias"][8:])
+    assert torch.equal(views["norm"], tensors["norm"])
+
+
+def test_a_part_of_a_tensor_with_another_shape_is_misshapen(tmp_path):
+    save_file({"o": random(7, 12)}, tmp_path / "model.safetensors")
+    wanted = r"misshapen: o \(7, 12\) instead of \(7, 8\)"
+    with pytest.raises(ValueError, match=wanted):
+        load_into({"o": torch.zeros(7, 4)}, Checkpoint(tmp_path), progress=False, parts={"o": Part(1, 4, 8)})
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
