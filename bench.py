@@ -47,6 +47,7 @@ PRESETS = {  # the fields of CONFIG
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
+SECTIONS = ("times", "floors", "table4", "expected", "launches", "kernels")  # tables of `kernels`
 TIMED = ("throughput", "crossover")  # those that run any model's shape
 
 
@@ -132,15 +133,20 @@ class Kernels:
         p.add_argument("--device", help="auto, cpu, cuda: each kernel's time there")
         p.add_argument("--aot", action="store_true", help="compile for sm_80, sm_90, gfx942; needs no GPU")
         p.add_argument("--roofline", action="store_true", help="bytes, operations and floors, from shapes")
+        p.add_argument("--launches", action="store_true", help="count a pass's launches; needs no GPU")
 
     @staticmethod
     def run(options: Namespace) -> dict[str, Any]:
         from nanobeacon.llm import device_of
-        from nanobeacon.measure import common, kernels
+        from nanobeacon.measure import common, kernels, launches
 
-        if options.roofline or options.aot:
-            common.refuse(options, ("device",), "what --roofline and --aot say comes from shapes")
-        found = kernels.roofline() if options.roofline else {}
+        if options.roofline or options.aot or options.launches:
+            common.refuse(options, ("device",), "what --roofline, --aot and --launches say comes from shapes")
+        found = {}
+        if options.roofline:
+            found |= kernels.roofline() | {"expected": launches.expected()}
+        if options.launches:
+            found |= {"launches": launches.passes()}
         found |= {"kernels": kernels.aot()} if options.aot else {}
         return found or {"times": kernels.timings(str(device_of(options.device or "auto")))}
 
@@ -148,7 +154,7 @@ class Kernels:
     def table(result: dict[str, Any]) -> str:
         from nanobeacon.measure.common import columns
 
-        found = [(name, result[name]) for name in ("times", "floors", "table4", "kernels") if name in result]
+        found = [(name, result[name]) for name in SECTIONS if name in result]
         return "\n\n".join(
             f"{n}\n{columns(list(rows[0]), [list(r.values()) for r in rows])}" for n, rows in found
         )

@@ -1,0 +1,64 @@
+"""How many launches a pass makes, counted on "meta": what the GPU's step promises, held without a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanobeacon.measure.kernels import SHAPES  # noqa: E402
+from nanobeacon.measure.launches import Counted, count, counted, expected, passes  # noqa: E402
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[tuple, dict]:
+    return {(row["pass"].split()[0], row["requests"], row["budget"]): row for row in passes()}
+
+
+def test_a_layer_of_a_decode_step_is_ten_launches(rows):
+    for (name, _, _), row in rows.items():
+        assert name != "decode" or row["a_layer"] <= 10, row
+    assert rows["decode", 14, 2048]["a_layer"] == 10  # with the join, which large batches do without
+
+
+def test_a_decode_step_of_qwen3_4b_is_400_launches_with_head_and_argmax(rows):
+    for (name, _, _), row in rows.items():
+        assert name != "decode" or 36 * 9 < row["launches"] <= 400, row
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_and_biases_of_a_family_cost_no_launch(family):
+    assert counted(SHAPES["qwen3-4b"], family, 14, 2048, Counted.step).total <= 400
+
+
+def test_a_prefill_step_without_a_budget_has_the_same_kernels(rows):
+    assert rows["prefill", 16, None]["a_layer"] <= 10
+
+
+def test_an_eviction_neither_waits_nor_grows_with_the_layers(rows):
+    """On "meta" a read of the device is an error, so that it ran at all says that it does not wait."""
+    row = rows["eviction", 14, 2048]
+    assert row["a_layer"] == 0 and row["launches"] < 100
+
+
+def test_what_is_counted():
+    x = torch.ones(4, 4, device="meta", dtype=torch.bfloat16)
+
+    def call() -> None:
+        x.view(16)[2:].unsqueeze(0)  # views
+        torch.empty_like(x)  # an allocation
+        x.float()  # a cast
+        x.mul_(2)
+        torch.tensor([1, 2], device="meta")  # a copy
+        torch.tensor([1, 2]).to("meta")  # and another
+
+    found = count(call)
+    assert found.made == {"_to_copy": 1, "mul_": 1} and found.copies == 2
+    with pytest.raises(Exception, match="meta"):
+        count(x.sum().item)
+
+
+def test_launches_take_their_share_of_the_papers_rows():
+    for row in expected():
+        assert 0.3 < row["of_floor"] < 1 and row["expected_tokens_per_s"] < row["floor_tokens_per_s"]
