@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -43,7 +44,10 @@ def parser() -> Parser:
     what.add_argument(
         "stdin", nargs="?", choices=["-"], metavar="-", help="read the prompt from standard input"
     )
+    what.add_argument("--prompts-file", metavar="FILE", help="JSON lines, answered together into --output")
     what.add_argument("--chat", action="store_true", help="hold a conversation; each turn is a fresh request")
+    p.add_argument("--output", metavar="FILE", help="of --prompts-file: JSON lines; what it holds is skipped")
+    p.add_argument("--max-num-seqs", type=int, help="requests at once (default: --n, 16 with --prompts-file)")
     p.add_argument("--raw", action="store_true", help="no chat template: the model continues the text")
     p.add_argument("--no-thinking", action="store_true", help="enable_thinking=False for the chat template")
     p.add_argument("--budget", type=int, help="output tokens kept in the cache (default: all)")
@@ -140,6 +144,32 @@ def check_page(options: argparse.Namespace) -> None:
         check(os.path.isdir(folder), "--trace", options.trace, "a file in a folder that exists is possible")
 
 
+def check_batch(options: argparse.Namespace) -> None:
+    """What --prompts-file and --output need, said before anything is loaded."""
+    if options.max_num_seqs is not None and options.max_num_seqs < 1:
+        raise ValueError(f"--max-num-seqs {options.max_num_seqs}: at least 1 is possible")
+    if (options.prompts_file is None) != (options.output is None):
+        raise ValueError("--prompts-file and --output: each needs the other")
+    if options.prompts_file is not None:
+        if options.json or options.trace is not None:
+            raise ValueError("--prompts-file writes JSON lines; --json and --trace are for one prompt")
+        if options.model is None:
+            raise ValueError("--prompts-file needs --model")
+
+
+def answer_prompts_file(options: argparse.Namespace) -> int:
+    """Answer a file of prompts into a file; returns the exit status."""
+    from nanobeacon import batchfile
+
+    source, output = Path(options.prompts_file), Path(options.output)
+    batchfile.read_lines(source)  # a file that cannot be read is said before a model is loaded
+    thinking = {"enable_thinking": False} if options.no_thinking else {}
+    outcome = batchfile.answer_file(load(options), source, output, params(options), options.raw, thinking)
+    done = f"{outcome.answered:,} lines answered, {outcome.failed:,} failed, {outcome.skipped:,} skipped"
+    print(f"{done}: {output}", file=sys.stderr)
+    return 130 if outcome.interrupted else 1 if outcome.failed else 0
+
+
 def load(options: argparse.Namespace) -> Any:
     from nanobeacon import LLM
 
@@ -147,7 +177,8 @@ def load(options: argparse.Namespace) -> Any:
     names = ("device", "dtype", "seed", "budget", "policy", "window", "beacons", "recents")
     chosen = {name: getattr(options, name) for name in names}
     protect = int(options.protect) if options.protect.lstrip("-").isdigit() else options.protect
-    seats, bar = min(options.n, 64), sys.stderr.isatty()
+    bar = sys.stderr.isatty()
+    seats = options.max_num_seqs or (16 if options.prompts_file else min(options.n, 64))
     return LLM(
         DEFAULT_MODEL if options.model is None else options.model,
         max_num_seqs=seats,
@@ -291,6 +322,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         params(options)  # what is wrong with them is said before a model is loaded
         check_page(options)
+        check_batch(options)
+        if options.prompts_file is not None:
+            return answer_prompts_file(options)
         if options.chat and (options.n != 1 or options.raw):
             raise ValueError("--chat: a conversation has one answer a turn, through the chat template")
         text = None if options.chat else read_prompt(options)

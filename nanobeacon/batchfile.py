@@ -1,0 +1,245 @@
+"""A file of prompts, one JSON object a line, answered into another file: `generate.py --prompts-file`.
+
+Uses `LLM.submit` and `LLM.run`, so all lines share one continuous batch. Knows nothing of command lines,
+caches or of how a step runs.
+
+An input line holds `prompt` (a text or token ids) or `messages`, maybe an `id`, and maybe fields of
+SamplingParams, which win over those of the call. An output line holds the `line` number of its prompt, its
+`id` where it has one, and either `completions` or `error`. Output lines come in the order in which requests
+end.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .llm import LLM, output_of
+from .policies import check
+from .request import Request, SamplingParams
+
+SAMPLING = tuple(f.name for f in fields(SamplingParams))
+BEGINNING = b'{"line": '  # of every output line
+FIELDS = ("id", "prompt", "messages", *SAMPLING)
+
+
+@dataclass
+class Line:
+    """A line of the input: its number from 1, its id, its content, or why it cannot run."""
+
+    number: int
+    id: str | int | None = None
+    content: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str | int]:
+        """What tells it from the other lines, also in a later run: its id, else its number."""
+        return ("line", self.number) if self.id is None else ("id", self.id)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did: lines answered, lines that failed, lines that the output held already."""
+
+    answered: int
+    failed: int
+    skipped: int
+    interrupted: bool
+
+
+def answer_file(
+    llm: LLM, source: Path, output: Path, params: SamplingParams, raw: bool = False,
+    chat_options: dict[str, Any] | None = None,
+) -> Outcome:  # fmt: skip
+    """Answer every line of `source` that `output` does not hold yet, and append the answers there.
+
+    raw: no chat template for `prompt`. chat_options: further arguments of `LLM.chat_prompt`. Ctrl-C ends the
+    run and keeps what has ended. ValueError where a file cannot be read or written as a whole; what is wrong
+    with a line becomes the `error` of its output line.
+    """
+    lines = read_lines(source)
+    check(not _same_file(source, output), "output", str(output), "another file than the prompts' is possible")
+    held = prepare_output(output)
+    todo = [line for line in lines if line.key not in held]
+    skipped = len(lines) - len(todo)
+    if skipped:
+        print(f"{output} holds {skipped:,} of {len(lines):,} lines already: skipped", file=sys.stderr)
+    with _opened(output) as out:
+        run = _Run(llm, out, raw, chat_options or {})
+        interrupted = False
+        try:
+            run.answer(todo, params)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            run.abort()
+    return Outcome(run.answered, run.failed, skipped, interrupted)
+
+
+class _Run:
+    """Answers on their way into an open output file."""
+
+    def __init__(self, llm: LLM, out: Any, raw: bool, chat_options: dict[str, Any]) -> None:
+        self.llm, self.out = llm, out
+        self.raw = raw or llm.tokenizer is None or llm.tokenizer.chat_template is None
+        self.chat_options = chat_options
+        self.waiting: dict[int, tuple[Line, list[Request]]] = {}  # by the arrival number of the prompt
+        self.answered = 0
+        self.failed = 0
+
+    def answer(self, lines: list[Line], params: SamplingParams) -> None:
+        """Queue all lines, run them together, write each as soon as its completions have ended."""
+        with tqdm(total=len(lines), unit=" lines", disable=None, file=sys.stderr) as bar:
+            for line in lines:
+                requests = self._submit(line, params)
+                if line.error is None:
+                    self.waiting[requests[0].arrival] = (line, requests)
+                else:
+                    self._write(line, [])
+                    bar.update()
+            queued = [request for _, requests in self.waiting.values() for request in requests]
+            began = time.perf_counter()
+            written_before = self.llm.stats.output_tokens
+            for request, _ in self.llm.run(queued):
+                line, requests = self.waiting.get(request.arrival, (None, []))
+                if line is not None and all(r.finish_reason for r in requests):
+                    del self.waiting[request.arrival]
+                    self._write(line, requests)
+                    speed = (self.llm.stats.output_tokens - written_before) / (time.perf_counter() - began)
+                    bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
+                    bar.update()
+
+    def abort(self) -> None:
+        """End what has not ended, also what was queued and never ran."""
+        for _, requests in self.waiting.values():
+            for request in requests:
+                self.llm.engine.abort(request)
+
+    def _submit(self, line: Line, params: SamplingParams) -> list[Request]:
+        """The requests of a line; none, and its error set, where it cannot run."""
+        if line.error is not None:
+            return []
+        try:
+            own = {name: line.content[name] for name in SAMPLING if name in line.content}
+            requests = self.llm.submit([self._prompt(line.content)], replace(params, **own))
+        except ValueError as error:
+            line.error = str(error)
+            return []
+        line.error = requests[0].error
+        return requests
+
+    def _prompt(self, content: dict[str, Any]) -> Any:
+        """What is submitted: a text or ids as they are, or ids of what the chat template renders."""
+        if "messages" in content:
+            return self.llm.chat_prompt(content["messages"], **self.chat_options)
+        prompt = content["prompt"]
+        if self.raw or not isinstance(prompt, str):
+            return prompt
+        return self.llm.chat_prompt([{"role": "user", "content": prompt}], **self.chat_options)
+
+    def _write(self, line: Line, requests: list[Request]) -> None:
+        """One output line, whole and at once, so that whoever stops the program finds it."""
+        entry: dict[str, Any] = {"line": line.number}
+        if line.id is not None:
+            entry["id"] = line.id
+        error = line.error or next((r.error for r in requests if r.error), None)
+        if error is not None:
+            entry["error"] = " ".join(error.split())
+            self.failed += 1
+        else:
+            entry["completions"] = [_completion(request) for request in requests]
+            self.answered += 1
+        self.out.write((json.dumps(entry, ensure_ascii=False) + "\n").encode())
+        self.out.flush()
+
+
+def _completion(request: Request) -> dict[str, Any]:
+    output = output_of(request)
+    found = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
+    if output.logprobs is not None:
+        found["logprobs"] = output.logprobs
+    return found
+
+
+def read_lines(source: Path) -> list[Line]:
+    """The lines of a file of prompts, empty ones left out; each is right or says what is wrong with it."""
+    try:
+        content = source.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from None
+    lines = [_line(n, raw) for n, raw in enumerate(content.split(b"\n"), 1) if raw.strip()]
+    first: dict[tuple[str, str | int], int] = {}
+    for line in lines:
+        earlier = first.setdefault(line.key, line.number)
+        if earlier != line.number:
+            line.error = f"id {line.id!r:.80} is also that of line {earlier}"
+            line.id = None  # the id is the other line's
+    return lines
+
+
+def _line(number: int, raw: bytes) -> Line:
+    try:
+        content = json.loads(raw)
+        check(isinstance(content, dict), "line", content, "an object is possible")
+        line_id = content.get("id")
+        named = line_id is None or (isinstance(line_id, str | int) and not isinstance(line_id, bool))
+        check(named, "id", line_id, "a text or a whole number is possible")
+        if isinstance(line_id, str):
+            line_id.encode()
+    except (ValueError, RecursionError) as error:
+        return Line(number, error=f"line {number} is no right JSON object: {error}")
+    line = Line(number, line_id, content)
+    unknown = sorted(content.keys() - set(FIELDS))
+    if unknown:
+        line.error = f"field {unknown[0]!r:.80} is unknown; possible are {', '.join(FIELDS)}"
+    elif ("prompt" in content) == ("messages" in content):
+        line.error = "either prompt or messages is needed"
+    return line
+
+
+def prepare_output(output: Path) -> set[tuple[str, str | int]]:
+    """Keys of the lines that an output file holds. A last line that a crash cut short is taken away.
+
+    ValueError for a file that holds something else, which is then left as it is.
+    """
+    try:
+        content = output.read_bytes() if output.exists() else b""
+    except OSError as error:
+        raise ValueError(f"{output} cannot be read: {error.strerror}") from None
+    *whole, cut = content.split(b"\n")
+    held: set[tuple[str, str | int]] = set()
+    for number, raw in enumerate(whole, 1):
+        try:
+            entry = json.loads(raw)
+            held.add(("id", entry["id"]) if "id" in entry else ("line", entry["line"]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise _foreign(output, number) from None
+    if not (cut.startswith(BEGINNING) or BEGINNING.startswith(cut)):
+        raise _foreign(output, len(whole) + 1)
+    if cut:
+        with _opened(output) as out:
+            out.truncate(len(content) - len(cut))
+        print(f"{output}: its last line was cut short, and is answered again", file=sys.stderr)
+    return held
+
+
+def _foreign(output: Path, number: int) -> ValueError:
+    wanted = "only the output of an earlier run can be continued; give another file"
+    return ValueError(f"{output}, line {number} is none of this program's: {wanted}")
+
+
+def _opened(output: Path) -> Any:
+    try:
+        return open(output, "ab")
+    except OSError as error:
+        raise ValueError(f"{output} cannot be written: {error.strerror}") from None
+
+
+def _same_file(source: Path, output: Path) -> bool:
+    return output.exists() and os.path.samefile(source, output)
