@@ -15,6 +15,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from watched import watch  # noqa: E402
+
 from nanobeacon.kernels import choose, reference  # noqa: E402
 
 # G, D, P, dtype: every value of each, not their product.
@@ -50,6 +52,7 @@ def poisoned():
     torch.use_deterministic_algorithms(True)
     with pytest.MonkeyPatch.context() as patch:
         widen_bfloat16(patch)
+        watch(patch)  # no address outside a launch's tensors, no two programs at one written element
         yield
     torch.use_deterministic_algorithms(False)
 
@@ -377,6 +380,27 @@ def case_compact_over_many_tiles():
         kernels(16, 8).compact(*ours, *arguments)
         reference.compact(*expected, *arguments)
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ours, expected, strict=True))
+
+
+def case_the_watch_sees_an_address_outside():
+    """A mutation: one program more than there are tokens."""
+    from triton.runtime.interpreter import InterpreterError
+
+    from nanobeacon.kernels import fused
+
+    gate_up, out = torch.randn(2, 64), torch.empty(2, 32)
+    with pytest.raises(InterpreterError, match="outside"):
+        fused.silu_mul_kernel[(3, 1)](gate_up, out, 32, TILE=32)
+
+
+def case_the_watch_sees_a_race_and_not_on_the_scratch_page():
+    """A mutation: two tokens get one slot. On page 0 that is what padded rows do."""
+    qkv, angles = torch.randn(2, 4, 64), torch.randn(2, 32)
+    keys, values = torch.zeros(2, 1, 2, 8, 64)
+    store = kernels().store
+    store(qkv, angles.cos(), angles.sin(), torch.tensor([3, 3]), keys, values)
+    with pytest.raises(AssertionError, match="128 elements"):
+        store(qkv, angles.cos(), angles.sin(), torch.tensor([9, 9]), keys, values)
 
 
 def case_the_seam_gives_what_triton_cannot_to_the_reference():
