@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cache import KVCache, Observation, QueryBuffer
+from .cache import KVCache, QueryBuffer
+from .observation import Observation
 from .pages import one_run
 from .scheduler import Plan
 

@@ -228,6 +228,7 @@ class Engine:
             request.num_computed = leader.num_computed
             request.cached_length = leader.cached_length
             request.trace = list(leader.trace)
+            request.kept_scores = leader.kept_scores
             # The full protected pages are shared already; the others are copied, as is the buffer row.
             used = -(-leader.cached_length // self.config.page_size)
             private = [i for i in range(used) if leader.pages[i] != request.pages[i]]

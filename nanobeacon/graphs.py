@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .cache import KVCache, Observation, QueryBuffer
+from .cache import KVCache, QueryBuffer
+from .observation import Observation
 
 log = logging.getLogger("nanobeacon")
 Replay = Callable[[], Tensor]

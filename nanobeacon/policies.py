@@ -1,9 +1,14 @@
 """Eviction policies as data: which past queries are asked, which softmax, which pooling, what is always kept.
 
-Knows no tensors and no requests. A policy is a row of POLICIES; `settle` checks it together with a budget and
-gives the numbers of section 3. To try an idea, add a row, or hand a `Policy` to `LLM(policy=...)`."""
+Knows no tensors and no requests. A policy is a row of POLICIES; `settle` checks it together with a budget
+and gives the numbers of METHOD.md, "Budget and period". To try an idea, hand a `Policy` to `LLM(policy=...)`,
+or name it as "module:name" to the programs; EXTENDING.md shows one.
+"""
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 WORDS = {
     "ranking": ("queries", "newest", "random", "none"),
@@ -29,7 +34,12 @@ def check_whole(name: str, value: object, least: int | None = 0, or_else: str = 
 
 @dataclass(frozen=True)
 class Policy:
-    """One line of the table in section 5. The numbers are its own; one that a user gives wins."""
+    """One line of METHOD.md's table of policies. The numbers are its own; one that a user gives wins.
+
+    score: a function of the user's own, from a `ranking.Slots` to a tensor [B, L, K, n]; the higher, the more
+    worth keeping. It replaces the ranking. The queries named here are still asked for it (`Slots.attention`);
+    with beacons=0 and recents=0 nobody is asked.
+    """
 
     name: str
     ranking: str = "queries"  # by what the evictable tokens are ranked
@@ -43,6 +53,7 @@ class Policy:
     window: int = 32  # newest tokens that always stay
     attention_share: float | None = None  # R-KV's lambda: the rest of the score is minus the redundancy
     buffer: int | None = None  # rows of the query buffer; None: beacons + recents
+    score: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():
@@ -57,6 +68,13 @@ class Policy:
         check(right, "attention_share", share, "None or a number from 0 to 1 is possible")
         if self.buffer is not None:
             check_whole("buffer", self.buffer, least=self.beacons + self.recents)
+        own_score = self.score is None or (callable(self.score) and self.ranking == "queries")
+        check(own_score, "score", self.score, "a function, with ranking='queries', is possible")
+
+    @property
+    def asks(self) -> bool:
+        """Whether past queries have a say, so that they must be kept."""
+        return self.ranking == "queries" and self.beacons + self.recents > 0
 
 
 _LATEST = Policy("recent", select="none", beacons=0, recents=32)  # asks only the newest queries
@@ -83,7 +101,7 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class EvictionSettings:
-    """A policy with a budget and all its numbers (section 3). Hashable, equal for equal settings."""
+    """A policy with a budget and all its numbers (METHOD.md). Hashable, equal for equal settings."""
 
     policy: Policy
     budget: int  # B_max: evictable tokens in the cache at which an eviction runs
@@ -108,7 +126,7 @@ class EvictionSettings:
     @property
     def reduces(self) -> bool:
         """Whether beacons are distilled by repeated reduction, with a freeze before each eviction."""
-        return self.policy.select == "fps" and self.policy.ranking == "queries"
+        return self.policy.select == "fps" and self.policy.asks
 
     @property
     def recents(self) -> int:
@@ -123,11 +141,34 @@ class EvictionSettings:
     @property
     def capacity(self) -> int:
         """Rows of the query buffer a head; 0: the policy asks no queries."""
-        rows = max(self.policy.buffer or self.policy.beacons + self.policy.recents, self.policy.beacons + 1)
-        return rows if self.policy.ranking == "queries" else 0
+        if not self.policy.asks:
+            return 0
+        rows = self.policy.buffer or self.policy.beacons + self.policy.recents
+        return max(rows, self.policy.beacons + 1)  # room for one new query beside the beacons
 
     def protected(self, prompt_length: int) -> int:
         return prompt_length if self.protect == "prompt" else int(self.protect)
+
+
+def policy_named(policy: str | Policy) -> Policy:
+    """A row of POLICIES by its name, a policy of the user's own as "module:name", or a Policy as it is.
+
+    ValueError for anything else, with what is possible.
+    """
+    wanted = f"possible are {', '.join(POLICIES)}, or module:name for a Policy of your own"
+    if not isinstance(policy, str):
+        check(isinstance(policy, Policy), "policy", policy, wanted)
+        return policy
+    if policy in POLICIES:
+        return POLICIES[policy]
+    module, colon, name = policy.partition(":")
+    check(bool(module and colon and name), "policy", policy, wanted)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"policy={policy!r}: {error}; {wanted}") from error
+    check(isinstance(found, Policy), "policy", policy, f"{name} is no Policy; {wanted}")
+    return found
 
 
 def settle(
@@ -143,11 +184,7 @@ def settle(
     window, beacons, recents: None is the policy's own number; one that is given always wins. ValueError for
     whatever is impossible together, with what is possible; nothing is ignored silently.
     """
-    if isinstance(policy, str):
-        check(policy in POLICIES, "policy", policy, f"possible are {', '.join(POLICIES)}")
-        policy = POLICIES[policy]
-    wanted = f"a name of {', '.join(POLICIES)} or a Policy is possible"
-    check(isinstance(policy, Policy), "policy", policy, wanted)
+    policy = policy_named(policy)
     numbers = {"window": window, "beacons": beacons, "recents": recents}
     numbers = {name: value for name, value in numbers.items() if value is not None}
     for name, value in numbers.items():
@@ -168,7 +205,8 @@ def settle(
     policy = _overridden(policy, numbers)
     check_whole("budget", budget, least=1)
     settings = EvictionSettings(policy, budget, protect)
-    if (always := settings.window) >= settings.kept:
+    always = settings.window
+    if always >= settings.kept:
         smallest = next(b for b in range(1, budget + 9 * always + 9) if b - max(1, b // 8) > always)
         raise ValueError(
             f"budget={budget}: an eviction leaves {settings.kept} tokens and the newest {always} always "
@@ -188,7 +226,7 @@ def _overridden(policy: Policy, numbers: dict[str, int]) -> Policy:
         acts = has[name] or value == getattr(policy, name)
         check(acts, name, value, f"policy {policy.name!r} has no {name}; leave it out")
     policy = replace(policy, **numbers)
-    if policy.ranking == "queries" and policy.beacons + policy.recents == 0:
+    if policy.ranking == "queries" and not policy.asks and policy.score is None:
         raise ValueError("beacons=0 and recents=0: at least one query is needed to rank the tokens")
     if policy.beacons == 0:
         policy = replace(policy, select="none")  # rows of recents alone stay across evictions

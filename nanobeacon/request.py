@@ -83,6 +83,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     trace: list[Any] = field(default_factory=list)
+    kept_scores: Any = None  # [L, K, n], what a policy's own score gave the slots it chose to keep
     stream: Any = None  # its growing text, where there is a tokenizer
     pieces: list[str] = field(default_factory=list)  # text that nobody has taken yet
     on_logits: Listener | None = None

@@ -184,7 +184,7 @@ class Decoder(nn.Module):
     def _shared(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Shared:
         cos, sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
         unrotated = first_row = tokens = None
-        if queries.settings is not None and batch.observation.rows is None:
+        if queries.capacity and batch.observation.rows is None:
             count, device = len(batch.token_ids), batch.token_ids.device
             shape = (self.config.num_heads, count, self.config.head_dim)
             unrotated = torch.empty(shape, dtype=queries.buffer.dtype, device=device)

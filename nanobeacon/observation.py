@@ -1,0 +1,160 @@
+"""Where the queries of a batch go in a query buffer row: two mechanisms, both decided from counts alone.
+
+* `Reduction` (METHOD.md, "Query buffer"): queries are appended; farthest point sampling boils them down to
+  the beacons whenever the row is full, at the freeze and after an eviction.
+* `Ring`: the newest queries overwrite the oldest ones, slot by slot; in front of them stand beacons that no
+  sampling finds: the first queries of the output, or a reservoir of random past ones.
+
+Both answer the same three questions: where do a batch's queries go (`plan`), what has the row held since
+(`advance`), and to which position is each slot's query rotated when an eviction asks it (`rotations`).
+Knows requests, rows and counts on the host; nothing of vectors, of caches or of when an eviction is due.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .policies import EvictionSettings
+from .request import Request
+from .scheduler import Plan
+
+EMPTY = -1  # the rotation of a slot that holds no query
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A prompt chunk of one request on its way into a buffer row that is reduced."""
+
+    row: int
+    first: int  # its first token in the batch
+    held: int  # queries that the row held before
+    candidates: int  # its first tokens are reduced together with those held, …
+    kept: int  # … to so many queries; …
+    recents: int  # … its other tokens come after the freeze and are appended
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a batch leaves in the query buffer. Token, row and slot tensors are int64."""
+
+    rows: Tensor | None = None  # [T] of a decode step: where each token's query goes, in store's launch
+    slots: Tensor | None = None
+    writes: tuple[Tensor, Tensor, Tensor] | None = None  # (token, row, slot): queries copied beside that
+    chunks: tuple[Chunk, ...] = ()
+
+
+class Reduction:
+    """Append and reduce. `Request.buffer_count` says how many queries its row holds, beacons first."""
+
+    def __init__(self, settings: EvictionSettings) -> None:
+        self.settings = settings
+
+    def plan(self, plan: Plan, device: torch.device) -> Observation:
+        """A prompt chunk is reduced as a whole; a decode step's queries are appended one behind the other."""
+        if plan.prefill:
+            return Observation(chunks=self._chunks(plan))
+        rows = []
+        slots = []
+        for request, length in zip(plan.requests, plan.lengths, strict=True):
+            rows += [request.row] * length
+            slots += range(request.buffer_count, request.buffer_count + length)
+        return Observation(rows=torch.tensor(rows, device=device), slots=torch.tensor(slots, device=device))
+
+    def _chunks(self, plan: Plan) -> tuple[Chunk, ...]:
+        """Queries up to the freeze are candidates for beacons, those behind it are recents."""
+        chunks = []
+        first = 0
+        for request, length in zip(plan.requests, plan.lengths, strict=True):
+            held = request.buffer_count
+            before_freeze = max(self.settings.freeze - request.evictable, 0)
+            candidates = min(before_freeze, length)
+            kept = held  # nothing new to choose from: the row stays as it is
+            if candidates:
+                kept = min(self.settings.policy.beacons, held + candidates)
+            chunks.append(Chunk(request.row, first, held, candidates, kept, recents=length - candidates))
+            first += length
+        return tuple(chunks)
+
+    def advance(self, plan: Plan, observation: Observation) -> None:
+        """Count what a batch has left in the rows."""
+        if plan.prefill:
+            for request, chunk in zip(plan.requests, observation.chunks, strict=True):
+                request.buffer_count = chunk.kept + chunk.recents
+        else:
+            for request, length in zip(plan.requests, plan.lengths, strict=True):
+                request.buffer_count += length
+
+    def rotations(self, request: Request) -> list[int]:
+        """Beacons stand at the newest position, recents at their own: they see no key newer than that."""
+        newest = request.num_computed - 1
+        recents = self.settings.recents
+        beacons = request.buffer_count - recents
+        empty = self.settings.capacity - request.buffer_count
+        own_positions = list(range(newest - recents + 1, newest + 1))
+        return [newest] * beacons + own_positions + [EMPTY] * empty
+
+
+class Ring:
+    """Beacon slots first, then a ring: the query of position p lies in slot beacons + p mod recents."""
+
+    def __init__(self, settings: EvictionSettings) -> None:
+        self.settings = settings
+
+    def plan(self, plan: Plan, device: torch.device) -> Observation:
+        """Every query that stays, as a copy (token, row, slot)."""
+        writes: list[tuple[int, int, int]] = []
+        first = 0
+        for request, length in zip(plan.requests, plan.lengths, strict=True):
+            writes += self._writes(request, first, length, decode=not plan.prefill)
+            first += length
+        token, row, slot = torch.tensor(writes, dtype=torch.int64, device=device).view(-1, 3).T
+        return Observation(writes=(token, row, slot))
+
+    def _writes(self, request: Request, first: int, length: int, decode: bool) -> list[tuple[int, int, int]]:
+        """The copies of one request's tokens, whose first is token `first` of the batch."""
+        policy = self.settings.policy
+        token_of: dict[int, int] = {}  # slot -> token: of several queries for one slot, the last one stays
+        idle = []  # decode tokens that no beacon slot takes
+        for i in range(length):
+            position = request.num_computed + i
+            # 1. Of a long chunk only the last `recents` queries survive in the ring.
+            if i >= length - policy.recents:
+                token_of[policy.beacons + position % policy.recents] = first + i
+            # 2. The beacon slots, where this query is one of the first, or drawn by the reservoir.
+            slot = self._beacon_slot(request, position, request.evictable + i)
+            if 0 <= slot < policy.beacons:
+                token_of[slot] = first + i
+            elif policy.beacons:
+                idle.append(first + i)
+        writes = [(token, request.row, slot) for slot, token in token_of.items()]
+        # 3. A captured decode step has the same number of copies each time: what no slot takes goes to row 0.
+        if decode:
+            writes += [(token, 0, 0) for token in idle[:1]]
+        return writes
+
+    def _beacon_slot(self, request: Request, position: int, evictable: int) -> int:
+        """The beacon slot that a query would go to; one outside [0, beacons) is none."""
+        policy = self.settings.policy
+        if policy.select == "first":
+            return evictable
+        if policy.select == "reservoir":
+            if position < policy.beacons:
+                return position
+            return int(request.chance("reservoir", position) * (position + 1))
+        return EMPTY
+
+    def advance(self, plan: Plan, observation: Observation) -> None:
+        """Nothing to count: positions alone say what a ring holds."""
+
+    def rotations(self, request: Request) -> list[int]:
+        """As in `Reduction`: beacons at the newest position, the ring's queries at their own."""
+        policy = self.settings.policy
+        newest = request.num_computed - 1
+        candidates = {"first": request.evictable, "reservoir": newest + 1}.get(policy.select, 0)
+        beacons = min(candidates, policy.beacons)
+        at = [newest] * beacons + [EMPTY] * (self.settings.capacity - beacons)
+        oldest = max(0, newest + 1 - policy.recents)
+        for position in range(oldest, newest + 1):
+            at[policy.beacons + position % policy.recents] = position
+        return at

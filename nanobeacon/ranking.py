@@ -1,0 +1,189 @@
+"""What is worth keeping: a rank for every slot that an eviction may choose from (METHOD.md, "Eviction").
+
+Four kinds of rank, as the policy says: by the attention of its queries, by age, by chance, or by a function
+of the user's own (`Policy.score`), which sees a `Slots`. Knows caches, query buffers and policies; nothing of
+budgets being reached, of what is then kept, or of compaction.
+
+Shapes: B requests, L layers, H query heads, K KV heads, C rows of a query buffer, D head dim, S slots of the
+longest request, n candidates: the evictable slots of each request but its newest `window`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cache import KVCache, QueryBuffer
+from .kernels import reference
+from .policies import EvictionSettings
+from .request import Request
+from .rope import Rope
+
+SMOOTHED = 7  # neighbouring slots that a policy with smoothing takes together
+
+
+@dataclass(frozen=True)
+class Due:
+    """The requests that one eviction takes together, and where their slots are."""
+
+    requests: list[Request]
+    rows: Tensor  # int64 [B], of the query buffer
+    page_table: Tensor  # int32 [B, pages of the longest]
+    candidates: Tensor  # int64 [B, n], slots
+    longest: int  # S
+
+
+class Slots:
+    """What the cache knows of the candidates, for a `Policy.score`. All tensors are [B, L, K, n], oldest slot
+    first; what a function does not ask for is not computed."""
+
+    def __init__(self, due: Due, cache: KVCache, attention: Tensor | None) -> None:
+        self.attention = attention  # float32: the policy's own score by its queries; None if it asks none
+        self._due = due
+        self._cache = cache
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64: positions in the request's text, prompt included."""
+        return self._gathered(self._cache.positions).long()
+
+    @cached_property
+    def key_norms(self) -> Tensor:
+        """float32: lengths of the keys, rotated (which changes no length)."""
+        return self._norms(self._cache.keys)
+
+    @cached_property
+    def value_norms(self) -> Tensor:
+        """float32: lengths of the values."""
+        return self._norms(self._cache.values)
+
+    @cached_property
+    def previous(self) -> Tensor:
+        """float32: what this function gave each slot at the request's last eviction; 0 where it gave nothing
+        yet, to newer tokens and to those that stayed as part of the window."""
+        layers, num_kv_heads = self._cache.keys.shape[:2]
+        count = self._due.candidates.shape[1]
+        found = self._cache.keys.new_zeros(
+            len(self._due.requests), layers, num_kv_heads, count, dtype=torch.float32
+        )
+        for row, request in enumerate(self._due.requests):
+            if request.kept_scores is not None:
+                found[row, ..., : request.kept_scores.shape[-1]] = request.kept_scores
+        return found
+
+    def _flat_slots(self) -> Tensor:
+        """int64 [B, n]: candidates as page * P + offset."""
+        page_size = self._cache.page_size
+        pages = self._due.page_table.long().gather(1, self._due.candidates // page_size)
+        return pages * page_size + self._due.candidates % page_size
+
+    def _gathered(self, per_slot: Tensor) -> Tensor:
+        """[L, K, pages, P] -> [B, L, K, n]."""
+        return per_slot.flatten(2)[:, :, self._flat_slots()].permute(2, 0, 1, 3)
+
+    def _norms(self, vectors: Tensor) -> Tensor:
+        """[L, K, pages, P, D] -> [B, L, K, n]; the vectors of one layer are held at a time."""
+        slots = self._flat_slots()
+        norms = [layer.flatten(1, 2)[:, slots].float().norm(dim=-1) for layer in vectors]
+        return torch.stack(norms).permute(2, 0, 1, 3)
+
+
+class Ranker:
+    """Ranks the candidates of an eviction as one policy wants it."""
+
+    def __init__(
+        self, settings: EvictionSettings, cache: KVCache, queries: QueryBuffer, rope: Rope, kernels
+    ) -> None:
+        self.settings = settings
+        self.cache = cache
+        self.queries = queries
+        self.rope = rope
+        self.kernels = kernels
+
+    def ranks(self, due: Due) -> Tensor:
+        """float32 [B, L, K, n]: the higher, the more worth keeping.
+
+        ValueError for an answer of `Policy.score` that is no tensor of this shape.
+        """
+        policy = self.settings.policy
+        layers, num_kv_heads = self.cache.keys.shape[:2]
+        shape = (len(due.requests), layers, num_kv_heads, due.candidates.shape[1])
+        if policy.score is not None:
+            return self._own_score(due, shape)
+        if policy.ranking == "newest":
+            ages = torch.arange(shape[-1], device=due.candidates.device, dtype=torch.float32)
+            return ages.expand(shape)
+        if policy.ranking == "random":
+            return self._by_chance(due, shape)
+        return self._attention(due, shape)
+
+    def _own_score(self, due: Due, shape: tuple[int, ...]) -> Tensor:
+        """The user's function, its answer checked; not a number counts as the lowest rank."""
+        attention = self._attention(due, shape) if self.queries.capacity else None
+        policy = self.settings.policy
+        scored = policy.score(Slots(due, self.cache, attention))
+        if not isinstance(scored, Tensor) or scored.shape != shape:
+            found = list(scored.shape) if isinstance(scored, Tensor) else type(scored).__name__
+            wanted = f"a tensor {list(shape)} is needed"
+            raise ValueError(f"policy {policy.name!r}: score returned {found}; {wanted}")
+        return scored.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+    def _by_chance(self, due: Due, shape: tuple[int, ...]) -> Tensor:
+        """Uniform numbers, drawn from each request's seed and position alone."""
+        drawn = []
+        for request in due.requests:
+            seed = int(request.chance("random eviction", request.num_computed) * 2**53)
+            generator = torch.Generator().manual_seed(seed)
+            drawn.append(torch.rand(shape[1:], generator=generator))
+        return torch.stack(drawn).to(due.candidates.device)
+
+    def _attention(self, due: Due, shape: tuple[int, ...]) -> Tensor:
+        """Scores of the candidates by the policy's queries."""
+        policy = self.settings.policy
+        device = self.cache.keys.device
+        domains = torch.tensor([self._domain(r) for r in due.requests], dtype=torch.int32, device=device)
+        # 1. What the queries say of every slot.
+        scored = self._scores(due, domains)
+        # 2. Smoothing over neighbours; slots outside the domain count as zero weight.
+        if policy.smoothing == "avg":
+            scored = F.avg_pool1d(scored.clamp(min=0).flatten(0, 1), SMOOTHED, 1, SMOOTHED // 2)
+        elif policy.smoothing == "max":
+            scored = F.max_pool1d(scored.flatten(0, 1), SMOOTHED, 1, SMOOTHED // 2)
+        scored = scored.view(shape[0], shape[1], shape[2], due.longest)
+        # 3. R-KV's part: keys that resemble others are worth less.
+        if policy.attention_share is not None:
+            redundant = reference.redundancy(self.cache.keys, due.page_table, domains, due.longest)
+            scored = policy.attention_share * scored - (1 - policy.attention_share) * redundant
+        return scored.gather(3, due.candidates[:, None, None].expand(shape))
+
+    def _scores(self, due: Due, domains: Tensor) -> Tensor:
+        """float32 [B, L, K, S]: the buffer's queries, rotated, against every slot of the domains."""
+        policy = self.settings.policy
+        cache = self.cache
+        device = cache.keys.device
+        # 1. Beacons are rotated to the newest position, recents to their own.
+        at = torch.tensor([self.queries.rotations(r) for r in due.requests], device=device)
+        prompt_lengths = torch.tensor([len(r.prompt_token_ids) for r in due.requests], device=device)
+        rope_lengths = torch.maximum(prompt_lengths[:, None], at + 1)
+        cos, sin = self.rope.cos_sin(at.clamp(min=0), rope_lengths)
+        queries = self.rope.rotate(self.queries.buffer[due.rows], cos[:, None, None], sin[:, None, None])
+        # 2. A query sees the keys up to its position; -1 marks an empty slot.
+        query_positions = at.int()[:, None, None].expand(queries.shape[:-1]).contiguous()
+        lengths = torch.tensor([r.cached_length for r in due.requests], dtype=torch.int32, device=device)
+        # 3. Softmax over the domain, pooled over queries and heads.
+        return self.kernels.scores(
+            queries.contiguous(), query_positions, cache.keys, cache.positions, due.page_table, lengths,
+            domains, queries.shape[-1] ** -0.5, due.longest, policy.group, policy.pool,
+        )  # fmt: skip
+
+    def _domain(self, request: Request) -> tuple[int, int]:
+        """Slots [start, end) that the policy's softmax runs over."""
+        policy = self.settings.policy
+        length = request.cached_length
+        if policy.domain == "evictable":
+            return request.protected, length - self.settings.window
+        if policy.domain == "before-recents":
+            return 0, length - policy.recents
+        return 0, length
