@@ -61,6 +61,8 @@ def parser() -> Parser:
     p.add_argument("--top-p", type=float)
     p.add_argument("--top-k", type=int)
     p.add_argument("--min-p", type=float)
+    p.add_argument("--repetition-penalty", type=float, help="1 is off; default: the checkpoint's")
+    p.add_argument("--min-tokens", type=int, help="no end and no stop string before so many")
     p.add_argument("--seed", type=int, help="the same seed gives the same draws")
     p.add_argument("--n", type=int, default=1, help="completions of the prompt")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be repeated")
@@ -192,7 +194,8 @@ def load(options: argparse.Namespace) -> Any:
 def params(options: argparse.Namespace) -> Any:
     from nanobeacon import SamplingParams
 
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n")
+    names = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    names += ("seed", "stop", "n")
     return SamplingParams(**{name: getattr(options, name) for name in names})
 
 

@@ -19,6 +19,7 @@ from .eviction import Evictor
 from .graphs import DecodeGraphs
 from .models.decoder import Decoder
 from .pages import PagePool
+from .processors import Processing
 from .request import Listener, Request, SamplingParams
 from .sampling import Draw, sample, token_logprobs, uniform
 from .scheduler import Plan, Scheduler
@@ -109,12 +110,13 @@ class Engine:
             request.eos_token_ids = self.eos_token_ids
             request.forced = forced
             request.on_logits = on_logits
+            request.processing = Processing.of(request)
             request.error = self._limit(request)
             if request.error:
                 request.finish_reason = "error"
             else:
                 if self.tokenizer is not None and forced is None:
-                    request.stream = TextStream(self.tokenizer, prompt, params.stop)
+                    request.stream = TextStream(self.tokenizer, prompt, params.stop, params.min_tokens or 0)
                 with self._lock:
                     self.scheduler.add(request)
             requests.append(request)
@@ -131,7 +133,7 @@ class Engine:
         prompt, vocab_size = request.prompt_token_ids, self.model.config.vocab_size
         if not prompt:
             return "the prompt is empty and the model has no BOS token to begin with"
-        given = [*prompt, *(request.forced or [])]
+        given = [*prompt, *(request.forced or []), *request.params.token_ids_named]
         wrong = [t for t in given if type(t) is not int or not 0 <= t < vocab_size]
         if wrong:
             return f"token id {wrong[0]!r:.80}: possible are whole numbers from 0 to {vocab_size - 1}"
@@ -161,7 +163,7 @@ class Engine:
         """One forward pass: who got a token, None if nobody waits. If it fails, those in it end in error."""
         with self._lock, torch.cuda.device_of(self.cache.keys):  # Triton launches on the current GPU
             if self._stepping:  # the lock lets its own thread in
-                raise RuntimeError("on_logits cannot use the LLM that is calling it")
+                raise RuntimeError("on_logits and logits_processor cannot use the LLM that is calling them")
             plan = self.scheduler.plan()
             return None if plan is None else self._run_or_end(plan)
 
@@ -268,13 +270,36 @@ class Engine:
             if r.forced is not None:
                 given[row] = r.forced[len(r.output_token_ids) + nth]
         tokens = sample(logits, draws)
+        if any(r.processing is not None for r in requests):
+            self._sample_processed(requests, logits, draws, tokens)
         if given:
             tokens[list(given)] = tokens.new_tensor(list(given.values()))
         return tokens
 
+    def _sample_processed(
+        self, requests: list[Request], logits: Tensor, draws: list[Draw], tokens: Tensor
+    ) -> None:
+        """Draw anew, from logits that its processors changed, for each request that has some.
+
+        One whose processor fails ends here, and it alone. Requests without any are drawn as ever."""
+        processed: dict[int, Tensor] = {}
+        for row, request in enumerate(requests):
+            if request.processing is None:
+                continue
+            try:
+                processed[row] = request.processing(request, logits[row])
+            except ValueError as error:
+                request.finish_reason = "error"
+                request.error = str(error)
+                self._close(request)
+        if processed:
+            rows = list(processed)
+            tokens[rows] = sample(torch.stack(list(processed.values())), [draws[row] for row in rows])
+
     def _record_logprobs(self, requests: list[Request], logits: Tensor, tokens: Tensor) -> None:
         """For those that ask: (log-probability of the token, {id: log-probability} of the k best)."""
         rows = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+        rows = [i for i in rows if requests[i].finish_reason is None]
         if not rows:
             return
         k = max(requests[i].params.logprobs for i in rows)

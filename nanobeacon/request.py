@@ -10,12 +10,41 @@ from typing import Any
 
 from .policies import check, check_whole
 
+LogitsProcessor = Callable[[list[int], Any], Any]  # (token ids, one row of logits) -> a row, or None
+
+# Number fields: what is possible, in code and in words. None is "not given" in all of them.
+NUMBERS = {
+    "temperature": (lambda v: 0 <= v <= sys.float_info.max, "a number of at least 0"),
+    "top_p": (lambda v: 0 < v <= 1, "a number above 0 and up to 1"),
+    "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda v: 0 < v <= sys.float_info.max, "a number above 0"),
+}
+# Whole numbers and their least values; None: any.
+WHOLE_NUMBERS = {"max_tokens": 1, "min_tokens": 0, "top_k": 0, "n": 1, "logprobs": 0, "seed": None}
+# What a field means that neither the user nor the checkpoint sets: greedy, and nothing changes the logits.
+NEUTRAL = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends. None: as generation_config.json says, else neutral.
+
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; max_tokens None is what the context leaves;
-    logprobs=k returns each token's log-probability and the k best, before temperature and filters."""
+    logprobs=k returns each token's log-probability and the k best, before temperature and filters.
+
+    Before those filters the logits of a row may be changed (`processors.py`), in this order:
+    `logit_bias` {id: number added}; `repetition_penalty` (1 is off) for the ids of prompt and output;
+    `bad_token_ids`, never sampled; `min_tokens`: so many come before an end token or a stop string may end;
+    `logits_processor(token_ids, logits)`: called with the ids of prompt and output so far (to read only) and
+    float32 logits [V], which it changes in place (and returns None) or for which it returns others. What it
+    raises ends its own request only."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -28,37 +57,68 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # a dict has no hash
+    bad_token_ids: tuple[int, ...] | list[int] = ()
+    logits_processor: LogitsProcessor | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("stop", str), ("stop_token_ids", int)):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, kind in (("stop", str), ("stop_token_ids", int), ("bad_token_ids", int)):
             value = getattr(self, name)
-            value = () if value is None else (value,) if name == "stop" and isinstance(value, str) else value
+            value = () if value is None else value
             check(isinstance(value, list | tuple), name, value, f"a list of {kind.__name__} is possible")
             object.__setattr__(self, name, tuple(value))
-        for name, least in {"max_tokens": 1, "top_k": 0, "n": 1, "logprobs": 0, "seed": None}.items():
-            if (value := getattr(self, name)) is not None or name == "n":
-                check_whole(name, value, least)
-        ranges = {
-            "temperature": (lambda v: 0 <= v <= sys.float_info.max, "a number of at least 0"),
-            "top_p": (lambda v: 0 < v <= 1, "a number above 0 and up to 1"),
-            "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
-        }
-        for name, (possible, wanted) in ranges.items():
+        for name, least in WHOLE_NUMBERS.items():
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            check(value is None or (number and possible(value)), name, value, f"{wanted} is possible")
-        texts, ids = list(self.stop), list(self.stop_token_ids)
+            if value is not None or name == "n":
+                check_whole(name, value, least)
+        for name, (possible, wanted) in NUMBERS.items():
+            value = getattr(self, name)
+            check(
+                value is None or (_is_number(value) and possible(value)), name, value, f"{wanted} is possible"
+            )
+        texts = list(self.stop)
         right = all(isinstance(text, str) and text for text in texts)
         check(right, "stop", texts, "strings that are not empty are possible")
-        right = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-        check(right, "stop_token_ids", ids, "token ids (0 and up) are possible")
+        for name in ("stop_token_ids", "bad_token_ids"):
+            ids = list(getattr(self, name))
+            check(all(_is_token_id(i) for i in ids), name, ids, "token ids (0 and up) are possible")
         check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False is possible")
+        self._check_logits_fields()
+
+    def _check_logits_fields(self) -> None:
+        bias = self.logit_bias
+        if bias is not None:
+            right = isinstance(bias, Mapping) and all(
+                _is_token_id(token) and _is_number(value) and abs(value) <= sys.float_info.max
+                for token, value in bias.items()
+            )
+            check(right, "logit_bias", bias, "a dict {token id: number} is possible")
+            object.__setattr__(self, "logit_bias", dict(bias))
+        hook = self.logits_processor
+        wanted = "a function of (token_ids, logits) is possible"
+        check(hook is None or callable(hook), "logits_processor", hook, wanted)
+
+    @property
+    def token_ids_named(self) -> list[int]:
+        """Ids whose logits are changed by name: they must exist in the vocabulary."""
+        return [*self.bad_token_ids, *(self.logit_bias or ())]
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingParams":
         """Every open sampling field filled from `defaults`, else with its neutral value (greedy)."""
-        neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        filled = {k: defaults.get(k, v) for k, v in neutral.items() if getattr(self, k) is None}
+        filled = {k: defaults.get(k, v) for k, v in NEUTRAL.items() if getattr(self, k) is None}
         return replace(self, **filled)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 Listener = Callable[[int, Any], None]  # sees (index, logits) of each output token
@@ -87,6 +147,7 @@ class Request:
     stream: Any = None  # its growing text, where there is a tokenizer
     pieces: list[str] = field(default_factory=list)  # text that nobody has taken yet
     on_logits: Listener | None = None
+    processing: Any = None  # what changes its logits before a token is sampled, where something does
     finish_reason: str | None = None
     error: str | None = None
 

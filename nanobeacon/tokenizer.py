@@ -85,12 +85,23 @@ class Tokenizer:
 class TextStream:
     """The text of a growing list of ids, in pieces that are final once given out: joined, they are `.text`.
     New ids are decoded behind those before them, at first the prompt's end, because some decoders drop the
-    space a text begins with. The stop string that is complete first counts, of several then the longest."""
+    space a text begins with. The stop string that is complete first counts, of several then the longest.
+    In the text of the first `min_tokens` ids no stop string is looked for."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), stop: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+    ) -> None:
         if "" in stop:
             raise ValueError("stop: '' would end any text before it begins; give at least one character")
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.tokenizer = tokenizer
+        self.min_tokens = min_tokens
+        self._count = 0  # ids taken
+        self._stop = tuple(stop)
+        self.stop = self._stop if min_tokens == 0 else ()  # looked for now
         self.stopped, self._held = False, ""  # held: certain text that could begin a stop string
         self._pieces: list[str] = []
         tail = [token_id for token_id in prompt_token_ids[-WINDOW:] if tokenizer.has_text(token_id)]
@@ -106,6 +117,9 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Takes the next id; gives the text that became certain, maybe none."""
+        self._count += 1
+        if self._count > self.min_tokens:
+            self.stop = self._stop
         if self.stopped or not self.tokenizer.has_text(token_id):
             return ""
         self._pending.append(token_id)

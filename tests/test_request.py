@@ -22,6 +22,11 @@ REFUSED = {
     "n": [*WHOLE, None, 0, -1],
     "logprobs": [*WHOLE, -1],
     "seed": WHOLE,
+    "min_tokens": [*WHOLE, -1],
+    "repetition_penalty": [*NUMBER, 0, 0.0, -1],
+    "bad_token_ids": [[-1], ["1"], [1.0], [True], [None], [[1]]],
+    "logit_bias": [5, "1", [1], {"1": 1.0}, {-1: 1.0}, {True: 1.0}, {1: "2"}, {1: NAN}, {1: INF}, {1: None}],
+    "logits_processor": [5, "f", [len]],
     "temperature": [*NUMBER, -0.1, -1, -1e-300],
     "top_p": [*NUMBER, 0, 0.0, -0.5, 1.0000001, 2],
     "min_p": [*NUMBER, -1e-9, 1.0000001, 2, -1],
@@ -33,6 +38,7 @@ REFUSED = {
 NOT_SEQUENCES = {
     "stop": [5, 0, 1.5, True, False, NAN, b"", b"abc"],
     "stop_token_ids": [5, 0, 1.5, True, False, NAN, "", b"", "12", {"a": 1}],
+    "bad_token_ids": [5, 0, "12", {"a": 1}],
 }
 TOO_LARGE = [("temperature", 10**400), ("top_p", 10**400), ("min_p", 10**400)]
 
@@ -52,7 +58,7 @@ def refusal(field, value) -> str:
 @pytest.mark.parametrize("field, value", cases(REFUSED))
 def test_refused_values_are_named_with_their_field_and_what_is_possible(field, value):
     message = refusal(field, value)
-    shown = list(value) if field == "stop_token_ids" else value
+    shown = list(value) if field in ("stop_token_ids", "bad_token_ids") else value
     if field == "stop":
         shown = [value] if isinstance(value, str) else list(value)
     assert message.startswith(f"{field}={shown!r}: ") and message.rstrip().endswith("possible")
@@ -80,6 +86,9 @@ def test_whole_numbers_beyond_the_floats_are_refused(field, value):
         "top_p": [None, 1, 1.0, 0.95, 1e-300],
         "min_p": [None, 0, 1, 0.05],
         "ignore_eos": [True, False],
+        "min_tokens": [None, 0, 7],
+        "repetition_penalty": [None, 1, 1.05, 0.5],
+        "logits_processor": [None, print],
     }.items(),
 )
 def test_possible_values_stay_as_given(field, values):
@@ -114,6 +123,7 @@ def test_unknown_options_are_refused():
 
 def test_open_fields_are_neutral_without_defaults():
     settled = SamplingParams().with_defaults({})
+    assert (settled.repetition_penalty, settled.min_tokens) == (1.0, 0)
     assert (settled.temperature, settled.top_p, settled.top_k, settled.min_p) == (0.0, 1.0, 0, 0.0)
 
 
@@ -133,6 +143,19 @@ def test_defaults_fill_what_is_open_and_nothing_else():
     assert (settled.seed, settled.n, settled.stop, settled.ignore_eos) == (3, 2, ("x",), True)
     assert settled.max_tokens is None and settled.logprobs == 1
     assert settled.with_defaults({"top_p": 0.5}) == settled and given.top_p is None
+
+
+def test_a_bias_is_kept_as_a_copy_and_leaves_parameters_hashable():
+    bias = {3: -1.5, 0: 2}
+    params = SamplingParams(logit_bias=bias, bad_token_ids=[7])
+    bias[4] = 1.0
+    assert params.logit_bias == {3: -1.5, 0: 2} and params.bad_token_ids == (7,)
+    assert hash(params) == hash(SamplingParams(bad_token_ids=(7,))) and params != SamplingParams()
+
+
+def test_defaults_of_a_penalty_and_a_minimum_are_the_checkpoints():
+    settled = SamplingParams(min_tokens=0).with_defaults({"repetition_penalty": 1.05, "min_tokens": 9})
+    assert (settled.repetition_penalty, settled.min_tokens) == (1.05, 0)
 
 
 def test_a_bad_default_is_named_too():
