@@ -175,7 +175,7 @@ class Request:
 
     @property
     def evictable(self) -> int:
-        """L of section 3: cached tokens that count against the budget, below 0 until the protected are in."""
+        """L of METHOD.md: cached tokens that count against the budget, below 0 until the protected are in."""
         return self.cached_length - self.protected
 
     def chance(self, purpose: str, position: int) -> float:

@@ -97,7 +97,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def next_chunk(self, request: Request) -> int:
-        """Tokens of the next prefill chunk: up to a multiple of `chunk`, not past the budget (section 3)."""
+        """Tokens of the next prefill chunk: up to a multiple of `chunk`, not past the budget (METHOD.md)."""
         done = request.num_computed
         length = min(request.num_tokens - done, self.chunk - done % self.chunk)
         if self.budget is None:

@@ -132,7 +132,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
-    """Farthest point sampling on cosine similarity (section 2): int64 [B, m] picks in pick order.
+    """Farthest point sampling on cosine similarity (METHOD.md): int64 [B, m] picks in pick order.
     queries [B, N, D] of any float dtype; counts int32 [B] valid rows; counts <= m: the picks are 0 … m-1.
     A pick is the lowest index within TIE of the minimum; a zero query has cosine 0 to all; all in float32."""
     batch, n, _ = queries.shape
@@ -188,8 +188,8 @@ def scores(
     cached_lengths: Tensor, domains: Tensor, scale: float, max_cached_length: int, group: str = "max",
     pool: str = "max",
 ) -> Tensor:  # fmt: skip
-    """What the observation queries say of each cached key (section 3): float32 [B, L, K, max_cached_length].
-    queries [B, L, H, N, D], rotated; query_positions int32 [B, L, H, N]: a query sees the keys up to its
+    """What the observation queries say of each cached key (METHOD.md, "Eviction").
+    Returns float32 [B, L, K, max_cached_length]. queries [B, L, H, N, D], rotated; query_positions int32 [B, L, H, N]: a query sees the keys up to its
     position, -1 is an absent row. keys [L, K, pages, P, D] and positions [L, K, pages, P] of every layer;
     domains int32 [B, 2]: the softmax runs over the slots [start, end), the others get -inf. Queries are
     pooled inside each head, then heads. pool: "max" of s - log-sum-exp (log space), "mean" or "sum" of the
@@ -238,7 +238,7 @@ def _pooled_weights(
 
 
 def redundancy(keys: Tensor, page_table: Tensor, domains: Tensor, max_cached_length: int) -> Tensor:
-    """R-KV's redundancy of keys (section 5): float32 [B, L, K, max_cached_length], 0 outside the domain.
+    """R-KV's redundancy of keys (METHOD.md, "Policies"): float32 [B, L, K, max_cached_length], 0 outside the domain.
     Cosine similarity of the rotated keys of one KV head, diagonal 0; in each row the most recent neighbour
     above 0.5 is set to 0; mean over the rows for each column; softmax over the domain. Rows are taken in
     blocks, so that no S x S matrix is held whole."""

@@ -22,7 +22,7 @@ from nanobeacon.kernels import choose, triton_kernels
 
 from . import GENERATED, TABLE_4
 
-CAPACITY, BEACONS, PERIODS = 32, 16, 8  # the query buffer, and B_max / 8 steps between evictions (section 3)
+CAPACITY, BEACONS, PERIODS = 32, 16, 8  # METHOD.md, "Query buffer"
 CHUNK = 512  # prompt tokens that prefill attention and fps take at once
 
 
