@@ -27,6 +27,7 @@ COMMANDS = {
     "fidelity": "how close each policy stays to the full cache on text of the model's own",
     "accuracy": "how often a model is right under each policy and budget",
     "kernels": "the kernels' times and floors",
+    "revisit": "which tokens of a text go back, in which layers and heads; one report with figures",
     "tour": "two minutes on the embedded reasoner, offline (what runs without a subcommand)",
 }
 TOUR = (
