@@ -3,6 +3,9 @@
 Knows nothing of requests, models or where seeds come from: one row of logits and one `Draw` give one id,
 whatever rows stand beside it. For that, candidates are ranked by (logit, then id), a total order, and
 probabilities are whole numbers, whose sums are exact in any order and for any number of candidates looked at.
+
+`sample_exact` is the specification: it sorts a row and reads like the steps it takes. `sample` gives the same
+ids and looks at a few candidates. Where a rounding could change what comes out, it asks `sample_exact`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +16,11 @@ import torch
 from torch import Tensor
 
 UNIT = 2**42  # weight of a row's best token: sums over a vocabulary of up to 2**20 tokens fit an int64
-CANDIDATES = 1024  # ranked for a row with top-p; only a nucleus larger than that costs a full sort
+ROWS = 16  # sampled at once: what bounds the memory that sampling takes, whatever the batch
+DEPTH = 64  # logits in a block, of which the largest stands for all
+LEVELS = (64, 512)  # blocks looked at: first a few, then more for the rows whose nucleus is larger
+CANDIDATES = 1024  # ranked at most; only a row that needs more is sorted
+MARGIN = 2e-5  # relative error of a float32 total, at most: see `_total`
 
 
 @dataclass(frozen=True)
@@ -37,37 +44,56 @@ def uniform(seed: int, completion: int, position: int) -> float:
 def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     """Ids int64 [R] for logits [R, V]: temperature, top-k, top-p, min-p, each on what the one before left.
 
-    -inf is never drawn while another logit is there; a row of -inf, or with NaN, gives some id below V."""
+    -inf is never drawn while another logit is there; a row of -inf, or with NaN, gives some id below V.
+    Rows with top-k or top-p read the logits about three times (copy to float32, block maxima, sum of
+    exponentials), with 4 bytes a logit for ROWS rows at a time; only a large nucleus is sorted.
+    Rows with neither are weighed in float64 in the order of ids, also ROWS at a time."""
     vocabulary = logits.shape[-1]
     tokens = logits.argmax(-1)
     kinds = [_kind(draw, vocabulary) for draw in rows]
     if set(kinds) <= {"greedy"}:
         return tokens
-    # One copy to the device. Temperature is bounded so that -inf / temperature stays -inf; no top-k is V.
-    table = [(min(d.temperature, 1e300), d.top_k or vocabulary, d.top_p, d.min_p, d.uniform) for d in rows]
-    columns = torch.tensor(table, dtype=torch.float64).to(logits.device)
-    for kind in ("plain", "ranked", "nucleus", "sorted"):
-        if not (group := [row for row, name in enumerate(kinds) if name == kind]):
-            continue
-        index = torch.tensor(group, device=logits.device)
-        clean = logits[index].float().nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # +inf: the largest float
-        temperature, top_k, top_p, min_p, uniforms = columns[index].T.unsqueeze(-1)  # each [n, 1]
-        if kind == "plain":  # never ranked: drawn in the order of ids
-            tokens[index] = _pick(_weights(clean, clean, temperature), min_p, uniforms).squeeze(-1)
-            continue
-        width = max(rows[row].top_k for row in group) if kind == "ranked" else vocabulary
-        ids = _ranked(clean, width if kind != "nucleus" else min(CANDIDATES, vocabulary))
-        weights = _weights(clean.gather(-1, ids), clean, temperature)
-        weights *= torch.arange(ids.shape[-1], device=ids.device) < top_k
-        # What top-p is a share of: what top-k left, or the whole row, of which only the best are ranked.
-        total = (_weights(clean, clean, temperature) if kind == "nucleus" else weights).sum(-1, keepdim=True)
-        if kind == "nucleus":
-            for row in index[(weights.sum(-1, keepdim=True) < top_p * total).squeeze(-1)].tolist():
-                kinds[row] = "sorted"  # the nucleus is larger: drawn anew there
-        before = weights.cumsum(-1) - weights
-        weights *= before < top_p * total  # the token that crosses p stays
-        tokens[index] = ids.gather(-1, _pick(weights, min_p, uniforms)).squeeze(-1)
+    columns = _columns(rows, vocabulary, logits.device)
+    plain = [row for row, kind in enumerate(kinds) if kind == "plain"]
+    for at in range(0, len(plain), ROWS):
+        some = plain[at : at + ROWS]
+        tokens[some] = _draw_in_order_of_ids(_clean(logits[some]), columns[some])
+    left = [row for row, kind in enumerate(kinds) if kind == "ranked"]
+    for blocks in LEVELS:
+        uncertain = []
+        for at in range(0, len(left), ROWS):
+            some = left[at : at + ROWS]
+            ids, certain = _draw_from_candidates(logits[some], columns[some], blocks)
+            tokens[some] = ids
+            uncertain += [row for row, sure in zip(some, certain.tolist(), strict=True) if not sure]
+        left = uncertain
+    for row in left:
+        tokens[row] = sample_exact(logits[row], rows[row])
     return tokens
+
+
+def sample_exact(logits: Tensor, draw: Draw) -> int:
+    """The id that one row of logits [V] gives, in the steps of the definition. `sample` gives the same."""
+    vocabulary = len(logits)
+    # 1. Temperature 0 and top-k 1 leave the best token, of equal ones the first.
+    if _kind(draw, vocabulary) == "greedy":
+        return int(logits.argmax())
+    columns = _columns([draw], vocabulary, logits.device)
+    row = _clean(logits.unsqueeze(0))
+    # 2. Without top-k and top-p nothing needs an order: the running sum goes by id.
+    if _kind(draw, vocabulary) == "plain":
+        return int(_draw_in_order_of_ids(row, columns))
+    temperature, top_k, top_p, min_p, uniforms = columns.T.unsqueeze(-1)
+    # 3. All ids, best first, and their probabilities as whole numbers.
+    ids = _ranked(row, vocabulary)
+    weights = _weights(row.gather(-1, ids), row, temperature)
+    # 4. Top-k: the first k.
+    weights *= torch.arange(vocabulary, device=ids.device) < top_k
+    # 5. Top-p of what is left: until the sum reaches p; the token that crosses p stays.
+    before = weights.cumsum(-1) - weights
+    weights *= before < top_p * weights.sum(-1, keepdim=True)
+    # 6. Min-p, and the draw.
+    return int(ids.gather(-1, _pick(weights, min_p, uniforms)))
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,21 +105,98 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
 
 
 def _kind(draw: Draw, vocabulary: int) -> str:
+    """How a row is drawn: "greedy"; "ranked", best first; or "plain", in the order of ids."""
     if draw.temperature == 0 or draw.top_k == 1:
         return "greedy"
-    if 0 < draw.top_k < vocabulary:
-        return "ranked" if draw.top_k <= CANDIDATES else "sorted"
-    return "nucleus" if draw.top_p < 1 else "plain"
+    return "ranked" if 0 < draw.top_k < vocabulary or draw.top_p < 1 else "plain"
 
 
-def _ranked(logits: Tensor, width: int) -> Tensor:
-    """The best ids [R, width] of float32 logits [R, V], best first, equal logits by ascending id."""
-    last = logits.shape[-1] - 1
+def _columns(rows: Sequence[Draw], vocabulary: int, device: torch.device) -> Tensor:
+    """Temperature, top-k, top-p, min-p and uniform of each row, float64 [R, 5], in one copy."""
+    # Temperature is bounded so that -inf / temperature stays -inf; no top-k is V.
+    table = [(min(d.temperature, 1e300), d.top_k or vocabulary, d.top_p, d.min_p, d.uniform) for d in rows]
+    return torch.tensor(table, dtype=torch.float64).to(device)
+
+
+def _clean(logits: Tensor) -> Tensor:
+    """Float32 without NaN and infinities: NaN and -inf become -inf, +inf the largest float."""
+    return logits.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+
+
+def _draw_in_order_of_ids(row: Tensor, columns: Tensor) -> Tensor:
+    """Ids int64 [R] of clean rows [R, V] that nothing but min-p filters."""
+    temperature, _, _, min_p, uniforms = columns.T.unsqueeze(-1)
+    return _pick(_weights(row, row, temperature), min_p, uniforms).squeeze(-1)
+
+
+def _draw_from_candidates(logits: Tensor, columns: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Ids int64 [R] for logits [R, V], from the best of V; and which of them are certain, bool [R].
+
+    Certain: `sample_exact` gives the same. Not certain: the row needs more candidates, the total's rounding
+    decides, or its logits are not finite."""
+    temperature, top_k, top_p, min_p, uniforms = columns.T.unsqueeze(-1)  # each [R, 1]
+    rows, vocabulary = logits.shape
+    # 1. The one float32 copy, as DEPTH lines of `width` logits: a block is a column of it.
+    width = -(-vocabulary // DEPTH)
+    copy = logits.new_full((rows, DEPTH * width), -torch.inf, dtype=torch.float32)
+    copy[:, :vocabulary] = logits
+    lines = copy.view(rows, DEPTH, width)
+    # 2. The blocks with the largest maxima hold every logit above the least of these maxima.
+    maxima = lines.amax(1)
+    best = maxima.amax(-1, keepdim=True)
+    chosen = maxima.topk(min(blocks, width), sorted=False)
+    border = chosen.values.amin(-1, keepdim=True)
+    if blocks >= width:
+        border = torch.full_like(best, -torch.inf)  # every logit is looked at
+    line_starts = torch.arange(0, DEPTH * width, width, device=logits.device)
+    ids = (line_starts[:, None] + chosen.indices[:, None, :]).flatten(1)
+    # 3. Of their logits the best in order; those above the border are the best of the whole row.
+    ids = _ranked(copy.gather(-1, ids), min(CANDIDATES, 4 * blocks, ids.shape[-1]), ids)
+    found = _clean(copy.gather(-1, ids))
+    known = found > border
+    # 4. Exact weights of these, and top-k.
+    weights = _weights(found, found, temperature) * known
+    weights *= torch.arange(ids.shape[-1], device=ids.device) < top_k
+    # 5. What top-p is a share of: exactly what top-k left, or about the whole row's total.
+    has_top_k = top_k < vocabulary
+    total = weights.sum(-1, keepdim=True)
+    about = _total(lines, best, temperature) * UNIT
+    low = torch.where(has_top_k, total.double(), about * (1 - MARGIN))
+    high = torch.where(has_top_k, total.double(), about * (1 + MARGIN))
+    # 6. A larger total never leads to an earlier pick: where both bounds pick the same, so does the total.
+    before = weights.cumsum(-1) - weights
+    first = _pick(weights * (before < top_p * low), min_p, uniforms)
+    last = _pick(weights * (before < top_p * high), min_p, uniforms)
+    # 7. Nothing that was not looked at can be in the nucleus.
+    complete = torch.where(has_top_k, known.sum(-1, keepdim=True) >= top_k, total >= top_p * high)
+    certain = (first == last) & complete & best.isfinite() & low.isfinite()
+    return ids.gather(-1, first).squeeze(-1), certain.squeeze(-1)
+
+
+def _total(lines: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """About the sum of exp((logit - best) / temperature), float64 [R, 1], over lines [R, DEPTH, width].
+
+    Destroys `lines`: it is the place for the exponentials. The error: a difference, a quotient and a
+    temperature in float32 move an exponent by 1.8e-7 of its size, and one below -50 adds nothing, so 9e-6;
+    the exponential itself and 64 sums in float32 move the total by 5e-6. NaN where float32 cannot hold the
+    temperature."""
+    possible = (temperature > 1e-30) & (temperature < 1e30)
+    scale = torch.where(possible, temperature, torch.nan).float()
+    lines.sub_(best[..., None]).div_(scale[..., None]).exp_()
+    return lines.sum(1).double().sum(-1, keepdim=True)
+
+
+def _ranked(logits: Tensor, width: int, ids: Tensor | None = None) -> Tensor:
+    """The best ids [R, width] of float32 logits [R, N], best first, equal logits by ascending id.
+
+    `ids` int64 [R, N]: whose logits they are; None: 0 to N - 1."""
+    if ids is None:
+        ids = torch.arange(logits.shape[-1], device=logits.device)
     bits = (logits + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
     bits ^= (bits >> 31) & 0x7FFFFFFF  # now ordered as the floats are
-    keys = (bits << 32) + torch.arange(last, -1, -1, device=logits.device)
-    best = keys.topk(width).values if width <= last else keys.sort(descending=True).values
-    return last - (best & 0xFFFFFFFF)
+    keys = (bits << 32) + (0xFFFFFFFF - ids)
+    best = keys.topk(width).values if width < logits.shape[-1] else keys.sort(descending=True).values
+    return 0xFFFFFFFF - (best & 0xFFFFFFFF)
 
 
 def _weights(logits: Tensor, row: Tensor, temperature: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from nanobeacon import sampling
-from nanobeacon.sampling import Draw, sample, token_logprobs, uniform
+from nanobeacon.sampling import Draw, sample, sample_exact, token_logprobs, uniform
 
 torch.set_num_threads(1)
 LAST = 1 - 2**-53  # the largest number that uniform() can give
@@ -165,6 +165,52 @@ def test_top_p_over_a_large_vocabulary_does_not_sort_it(monkeypatch):
     assert torch.equal(sample(logits, rows), wanted)
     monkeypatch.setattr(torch.Tensor, "topk", refuse)  # and without top-k and top-p nothing is ranked at all
     sample(logits, [Draw(uniform=0.7), Draw(min_p=0.1, uniform=0.7)])
+
+
+@pytest.mark.parametrize("levels", [(1,), (3, 9), (64, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sample_gives_what_the_definition_gives(levels, dtype, monkeypatch):
+    monkeypatch.setattr(sampling, "LEVELS", levels)
+    monkeypatch.setattr(sampling, "DEPTH", 8)
+    source, generator = random.Random(6), torch.Generator().manual_seed(6)
+    for scale in (0.01, 1, 4, 30):  # all nearly equal, to nearly certain
+        logits = (torch.randn(40, 401, generator=generator) * scale).to(dtype)
+        logits[::7, 50:] = -torch.inf
+        rows = [random_draw(source) for _ in range(40)]
+        assert sample(logits, rows).tolist() == [
+            sample_exact(x, r) for x, r in zip(logits, rows, strict=True)
+        ]
+
+
+def test_the_definition_is_asked_only_where_few_candidates_leave_a_doubt(monkeypatch):
+    asked = []
+    monkeypatch.setattr(sampling, "sample_exact", lambda row, draw: asked.append(draw) or 0)
+    logits = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(7)) * 5
+    rows = [Draw(0.8, 0, 0.95, 0, (i + 0.5) / 64) for i in range(64)]
+    sample(logits, rows)
+    assert len(asked) <= 2
+    sample(logits * 0.01, rows)  # a nucleus of most of the vocabulary
+    assert len(asked) >= 64
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 3.0])
+def test_the_margin_holds_what_float32_loses(temperature):
+    generator = torch.Generator().manual_seed(8)
+    for spread in (0.1, 2.0, 20.0):
+        logits = torch.randn(8, 64 * 300, generator=generator) * spread + 25
+        best, scale = logits.amax(-1, keepdim=True), torch.full((8, 1), temperature, dtype=torch.float64)
+        wanted = ((logits - best.double()) / scale).exp().sum(-1, keepdim=True)
+        about = sampling._total(logits.view(8, 64, 300).clone(), best, scale)
+        assert ((about - wanted).abs() <= sampling.MARGIN / 4 * wanted).all()
+
+
+def test_a_row_does_not_depend_on_how_many_are_sampled_at_once(monkeypatch):
+    logits = torch.randn(37, 5000, generator=torch.Generator().manual_seed(9)) * 3
+    rows = [Draw(1.0, 0, (0.9, 1.0)[i % 2], 0, i / 37) for i in range(37)]
+    wanted = sample(logits, rows)
+    for most in (1, 5, 100):
+        monkeypatch.setattr(sampling, "ROWS", most)
+        assert torch.equal(sample(logits, rows), wanted)
 
 
 def test_equal_logits_are_ranked_by_id():
