@@ -238,7 +238,8 @@ def _pooled_weights(
 
 
 def redundancy(keys: Tensor, page_table: Tensor, domains: Tensor, max_cached_length: int) -> Tensor:
-    """R-KV's redundancy of keys (METHOD.md, "Policies"): float32 [B, L, K, max_cached_length], 0 outside the domain.
+    """R-KV's redundancy of keys (METHOD.md, "Policies").
+    Returns float32 [B, L, K, max_cached_length], 0 outside the domain.
     Cosine similarity of the rotated keys of one KV head, diagonal 0; in each row the most recent neighbour
     above 0.5 is set to 0; mean over the rows for each column; softmax over the domain. Rows are taken in
     blocks, so that no S x S matrix is held whole."""

@@ -34,9 +34,7 @@ REASONER |= dict(budgets=[48, 64, 96, 128, 192, 256], length=768)
 FILE = dict(n=8, policies=["full", "beacon"], protect=["prompt"], window=32, budgets=[2048])
 OF_REASONER = ("length", "no_recitation", "teacher_forced")  # options that a file's problems do not have
 OF_FILE = ("paper", "max_tokens", "temperature", "top_p", "raw")
-PAPER = dict(
-    temperature=0.6, top_p=0.95, top_k=0, min_p=0.0, max_tokens=32768
-)  # its settings in the paper, section 5.1
+PAPER = dict(temperature=0.6, top_p=0.95, top_k=0, min_p=0.0, max_tokens=32768)  # the paper's, section 5.1
 _json = partial(json.dumps, sort_keys=True, ensure_ascii=False)
 PROBLEM = "an object with answer (text or number) and prompt (text) or messages (each with a role)"
 FINDERS = ("fps", "random", *selections.SELECTIONS)  # of beacons
