@@ -11,6 +11,7 @@ from pathlib import Path
 from .policies import EvictionSettings, check, check_whole
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+MOST_LAYERS = 10_000  # no model has as many; a hostile number must not build layers for ever
 DTYPES = ("bfloat16", "float16", "float32")
 # RoPE kind -> the numbers it takes from the file; those of REQUIRED must be there
 REQUIRED = ("factor", "low_freq_factor", "high_freq_factor")
@@ -83,6 +84,7 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
     require(len(known) == 1, "architectures", raw.get("architectures"), f"one of {', '.join(FAMILIES)}")
     family, get = FAMILIES[known[0]], partial(field, raw)
     layers, hidden, heads = get("num_hidden_layers"), get("hidden_size"), get("num_attention_heads")
+    require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"at most {MOST_LAYERS}")
     kv_heads = get("num_key_value_heads", default=heads)
     require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of {heads} attention heads")
     head_dim = get("head_dim", default=128 if family == "qwen3" else hidden / heads)  # maybe a fraction

@@ -5,12 +5,12 @@ tokens plain text gets; tokenizer_config.json names special tokens and may hold 
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template
 from tokenizers import Tokenizer as Backend
+
+from .template import compiled, rendered
 
 UNKNOWN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
 CHARACTER = 4  # bytes of the longest character, so the most tokens that one can be spread over
@@ -76,9 +76,11 @@ class Tokenizer:
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}  # none is not undefined
         given = self.special_tokens | defaults | variables
         try:
-            self._template = self._template or _environment().from_string(self.chat_template)
-            return self._template.render(given, messages=messages, enable_thinking=enable_thinking)
-        except (TemplateError, TypeError) as error:
+            self._template = self._template or compiled(self.chat_template)
+            return rendered(
+                self._template, given | {"messages": messages, "enable_thinking": enable_thinking}
+            )
+        except Exception as error:  # a template can raise whatever Python raises
             raise ValueError(f"the chat template fails on these messages: {error}") from error
 
 
@@ -159,24 +161,6 @@ def are_messages(value: object) -> bool:
     """Whether something is a conversation, of at least one message."""
     listed = isinstance(value, list | tuple) and bool(value)
     return listed and all(isinstance(message, dict) and "role" in message for message in value)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates expect, in a sandbox, because they come with downloaded checkpoints."""
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
-
-    options = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
-    environment = ImmutableSandboxedEnvironment(**options)
-    environment.filters["tojson"] = tojson  # jinja's own escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 def _chat_template(folder: Path, settings: dict) -> str | None:
