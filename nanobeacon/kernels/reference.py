@@ -189,7 +189,8 @@ def scores(
     pool: str = "max",
 ) -> Tensor:  # fmt: skip
     """What the observation queries say of each cached key (METHOD.md, "Eviction").
-    Returns float32 [B, L, K, max_cached_length]. queries [B, L, H, N, D], rotated; query_positions int32 [B, L, H, N]: a query sees the keys up to its
+    Returns float32 [B, L, K, max_cached_length].
+    queries [B, L, H, N, D], rotated; query_positions int32 [B, L, H, N]: a query sees the keys up to its
     position, -1 is an absent row. keys [L, K, pages, P, D] and positions [L, K, pages, P] of every layer;
     domains int32 [B, 2]: the softmax runs over the slots [start, end), the others get -inf. Queries are
     pooled inside each head, then heads. pool: "max" of s - log-sum-exp (log space), "mean" or "sum" of the
