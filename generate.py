@@ -49,7 +49,8 @@ def parser() -> Parser:
     p.add_argument("--output", metavar="FILE", help="of --prompts-file: JSON lines; what it holds is skipped")
     p.add_argument("--max-num-seqs", type=int, help="requests at once (default: --n, 16 with --prompts-file)")
     p.add_argument("--raw", action="store_true", help="no chat template: the model continues the text")
-    p.add_argument("--no-thinking", action="store_true", help="enable_thinking=False for the chat template")
+    thinking = "--thinking / --no-thinking: enable_thinking for the chat template (default: its own)"
+    p.add_argument("--thinking", action=argparse.BooleanOptionalAction, help=thinking)
     p.add_argument("--budget", type=int, help="output tokens kept in the cache (default: all)")
     p.add_argument("--policy", default="beacon", help="what is kept under the budget (default: %(default)s)")
     p.add_argument("--window", type=int, help="newest tokens always kept (default: the policy's own)")
@@ -66,6 +67,9 @@ def parser() -> Parser:
     p.add_argument("--seed", type=int, help="the same seed gives the same draws")
     p.add_argument("--n", type=int, default=1, help="completions of the prompt")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be repeated")
+    p.add_argument(
+        "--stop-token-id", action="append", type=int, default=[], metavar="ID", help="may be repeated"
+    )
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     p.add_argument("--json", action="store_true", help="one JSON object per completion instead of text")
@@ -196,7 +200,8 @@ def params(options: argparse.Namespace) -> Any:
 
     names = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     names += ("seed", "stop", "n")
-    return SamplingParams(**{name: getattr(options, name) for name in names})
+    chosen = {name: getattr(options, name) for name in names}
+    return SamplingParams(stop_token_ids=options.stop_token_id, **chosen)
 
 
 def show(pieces: Iterator[tuple[Any, str]], requests: list[Any]) -> None:
@@ -249,7 +254,7 @@ def answer(llm: Any, prompt: Any, options: argparse.Namespace) -> tuple[list[Any
 def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
     """One prompt, through the chat template where there is one; returns the exit status."""
     raw = options.raw or llm.tokenizer is None or llm.tokenizer.chat_template is None
-    prompt = text if raw else llm.chat_prompt([{"role": "user", "content": text}], not options.no_thinking)
+    prompt = text if raw else llm.chat_prompt([{"role": "user", "content": text}], options.thinking)
     requests, interrupted = answer(llm, prompt, options)
     errors = [f"generate.py: {r.error}" for r in requests if r.error]
     print("\n".join([closing_lines(llm, requests), *errors[:1]]), file=sys.stderr)
@@ -290,7 +295,7 @@ def converse(llm: Any, options: argparse.Namespace) -> int:
                 return 0
             if line.strip():
                 messages.append({"role": "user", "content": line.strip()})
-                requests, _ = answer(llm, llm.chat_prompt(messages, not options.no_thinking), options)
+                requests, _ = answer(llm, llm.chat_prompt(messages, options.thinking), options)
                 messages.append({"role": "assistant", "content": requests[0].stream.text})
                 turns += requests
     except KeyboardInterrupt:

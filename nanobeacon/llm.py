@@ -90,6 +90,7 @@ class LLM:
         if self.tokenizer is not None:
             eos |= {self.tokenizer.eos_token_id} - {None}
             self.bos_token_id = self.tokenizer.bos_token_id
+            _warn_without_end(eos, self.tokenizer, shape.vocab_size)
         self.model_config = shape
         self.engine = Engine(decoder, config, self.tokenizer, frozenset(eos))
 
@@ -106,18 +107,28 @@ class LLM:
         return [output_of(r) for r in requests]
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, enable_thinking: bool = True
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        enable_thinking: bool | None = None,
+        continue_final: bool = False,
     ) -> list[Output]:
-        """Answers to one conversation (a list of messages) or several, rendered by the chat template."""
+        """Answers to one conversation (a list of messages) or several, rendered by the chat template.
+
+        enable_thinking: None leaves it to the template. continue_final: the answer goes on with the last
+        message, which is the assistant's, instead of beginning a new one."""
         right = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
         check(right, "messages", messages, "a list of messages, or a list of such lists, is possible")
         several = [messages] if isinstance(messages[0], dict) else messages
-        return self.generate([self.chat_prompt(m, enable_thinking) for m in several], params)
+        return self.generate([self.chat_prompt(m, enable_thinking, continue_final) for m in several], params)
 
-    def chat_prompt(self, messages: Messages, enable_thinking: bool = True) -> list[int]:
-        """Token ids of a conversation up to where the answer begins."""
+    def chat_prompt(
+        self, messages: Messages, enable_thinking: bool | None = None, continue_final: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation up to where the answer begins, or goes on; options as in `chat`."""
         tokenizer = self._text_needs_tokenizer("chat")
-        return tokenizer.encode(tokenizer.render_chat(list(messages), enable_thinking), special=False)
+        text = tokenizer.render_chat(list(messages), enable_thinking, continue_final)
+        return tokenizer.encode(text, special=False)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of the text as they come; joined they are the text. Breaking out aborts the request."""
@@ -247,6 +258,27 @@ class LLM:
 def _lack(requests: Sequence[Request]) -> bool:
     """Whether one of them needs another step to have anything to show."""
     return any(r.finish_reason is None and not r.pieces for r in requests)
+
+
+def _warn_without_end(eos: set[int], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """One line where a model can end no answer by itself, or where an end is none that it can sample."""
+    possible = min(tokenizer.size, vocab_size)
+    beyond = sorted(token_id for token_id in eos if token_id >= possible)
+    reasons = []
+    text = tokenizer.special_tokens.get("eos_token")
+    if text is not None and tokenizer.eos_token_id is None:
+        reasons.append(f"eos_token {text!r} is no token of tokenizer.json")
+    if beyond:
+        ids = ", ".join(map(str, beyond))
+        reasons.append(f"eos_token_id {ids} is beyond the {possible} tokens that can be sampled")
+    if len(beyond) < len(eos):
+        effect = "the other ends count"
+    else:
+        effect = (
+            "the model has no known end: answers run to max_tokens, unless stop or stop_token_ids end them"
+        )
+    if reasons or not eos:
+        log.warning("; ".join([*reasons, effect]))
 
 
 def _check_texts(name: str, values: Sequence[Any]) -> None:

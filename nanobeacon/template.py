@@ -15,8 +15,12 @@ from math import prod
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
+
+from .messages import Null
 
 SECONDS = 10.0  # that compiling and rendering may take
 MOST = 1 << 23  # characters and items of any text, list or result: eight times the text of 250,000 tokens
@@ -107,6 +111,17 @@ class _Metered(NodeTransformer):
         return self._filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
 
 
+class Generation(Extension):
+    """{% generation %} marks an assistant's text for training; to render it is to render what it holds."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
 class Environment(ImmutableSandboxedEnvironment):
     """What chat templates expect, in a sandbox whose every operation is metered."""
 
@@ -117,13 +132,14 @@ class Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=["jinja2.ext.loopcontrols", Generation],
             finalize=self.meter.measured,
         )
         self.concat = self.meter.joined
         self.globals.pop("lipsum")
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.tests["none"] = lambda value: value is None or isinstance(value, Null)
         self.filters["tojson"] = _tojson  # jinja's own escapes HTML
         for name in REFUSED_FILTERS:
             self.filters.pop(name)

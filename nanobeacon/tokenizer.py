@@ -1,21 +1,33 @@
 """Text to ids and back: a checkpoint's tokenizer, its chat template, and text that grows token by token.
 
 Knows nothing of requests, models or torch. tokenizer.json alone decides how text is cut, and which special
-tokens plain text gets; tokenizer_config.json names special tokens and may hold the chat template."""
+tokens plain text gets; tokenizer_config.json names special tokens, may hold the chat template, and may know
+added tokens that tokenizer.json lacks, as added_tokens.json may: fine-tunes often keep the base's file."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Template
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from .messages import (
+    is_parts,
+    part_texts,
+    plain_message,
+    shows_parts,
+    up_to_mark,
+    with_joined_text,
+    with_mark,
+)
 from .template import compiled, rendered
 
 UNKNOWN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
 CHARACTER = 4  # bytes of the longest character, so the most tokens that one can be spread over
 WINDOW = 16  # tokens that are decoded together at most, while none ends a character
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+ADDED_TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 
 class Tokenizer:
@@ -48,6 +60,7 @@ class Tokenizer:
         try:
             backend = Backend.from_file(str(folder / "tokenizer.json"))
             settings = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
+            _add_tokens(backend, _added_tokens(folder, settings))
             return cls(backend, settings, _chat_template(folder, settings))
         except Exception as error:  # tokenizers raises nothing more precise
             raise ValueError(f"{folder}: the tokenizer files cannot be read: {error}") from error
@@ -67,27 +80,59 @@ class Tokenizer:
         """Whether decode() looks at an id."""
         return 0 <= token_id < self.size and token_id not in self.special_ids
 
-    def render_chat(self, messages: list[dict], enable_thinking: bool = True, **variables) -> str:
-        """A conversation as text, to be encoded with special=False; the template gets all variables."""
+    def render_chat(
+        self,
+        messages: list[dict],
+        enable_thinking: bool | None = None,
+        continue_final: bool = False,
+        **variables,
+    ) -> str:
+        """A conversation as text, to be encoded with special=False; the template gets all variables.
+
+        enable_thinking: None leaves the template's own default. continue_final: the text ends with the last
+        message's, for the model to go on with it. ValueError for what the template cannot render."""
         if self.chat_template is None:
             raise ValueError("the model has no chat template (or none named 'default'): use plain text")
         if not are_messages(messages):
             raise ValueError(f"messages have to be dicts with a 'role', not {messages!r:.200}")
+        if enable_thinking is not None:
+            variables["enable_thinking"] = enable_thinking
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}  # none is not undefined
         given = self.special_tokens | defaults | variables
+        # 1. Messages as templates expect them, the last one marked where the model is to go on with it.
+        shown = [plain_message(message) for message in messages]
+        for message in shown:
+            if is_parts(message.get("content")):
+                part_texts(message["content"])
+        if continue_final:
+            given["add_generation_prompt"] = False
+            shown[-1] = with_mark(shown[-1])
+        # 2. A list of parts as it is; where the template loses or misspells them, their text.
+        joined = [with_joined_text(message) for message in shown]
         try:
             self._template = self._template or compiled(self.chat_template)
-            return rendered(
-                self._template, given | {"messages": messages, "enable_thinking": enable_thinking}
-            )
+            text = self._render_parts(given, shown) if joined != shown else None
+            if text is None:
+                text = rendered(self._template, given | {"messages": joined})
         except Exception as error:  # a template can raise whatever Python raises
             raise ValueError(f"the chat template fails on these messages: {error}") from error
+        return up_to_mark(text) if continue_final else text
+
+    def _render_parts(self, given: dict, messages: list[dict]) -> str | None:
+        """Rendered with contents that are lists of parts; None where the template does not take them."""
+        try:
+            text = rendered(self._template, given | {"messages": messages})
+        except Exception:  # whatever it is: the texts alone are tried next
+            return None
+        return text if shows_parts(text, messages) else None
 
 
 class TextStream:
     """The text of a growing list of ids, in pieces that are final once given out: joined, they are `.text`.
+
     New ids are decoded behind those before them, at first the prompt's end, because some decoders drop the
     space a text begins with. The stop string that is complete first counts, of several then the longest.
+    Special tokens are no text, but a stop string may name them: it is looked for in text that shows those.
     In the text of the first `min_tokens` ids no stop string is looked for."""
 
     def __init__(
@@ -102,9 +147,10 @@ class TextStream:
         self.tokenizer = tokenizer
         self.min_tokens = min_tokens
         self._count = 0  # ids taken
-        self._stop = tuple(stop)
+        self._marks, self._stop = _mark_special(tokenizer, stop)
         self.stop = self._stop if min_tokens == 0 else ()  # looked for now
-        self.stopped, self._held = False, ""  # held: certain text that could begin a stop string
+        self.stopped = False
+        self._held = ""  # certain text that could begin a stop string
         self._pieces: list[str] = []
         tail = [token_id for token_id in prompt_token_ids[-WINDOW:] if tokenizer.has_text(token_id)]
         # The tail may begin inside a character, which byte-fallback decoders do not forgive: try four places.
@@ -122,39 +168,87 @@ class TextStream:
         self._count += 1
         if self._count > self.min_tokens:
             self.stop = self._stop
-        if self.stopped or not self.tokenizer.has_text(token_id):
+        if self.stopped:
+            return ""
+        if token_id in self._marks:
+            return self._release(self._advance(last=True) + self._marks[token_id], last=False)
+        if not self.tokenizer.has_text(token_id):
             return ""
         self._pending.append(token_id)
-        return self._advance(last=False)
+        return self._release(self._advance(last=False), last=False)
 
     def finish(self) -> str:
         """Gives what was held back: a broken character, and what could have begun a stop string."""
-        return "" if self.stopped else self._advance(last=True)
+        return "" if self.stopped else self._release(self._advance(last=True), last=True)
 
     def _follow(self, context: list[int]) -> None:
-        self._context, self._context_text = context, self.tokenizer.decode(context)
+        self._context = context
+        self._context_text = self.tokenizer.decode(context)
         self._pending: list[int] = []  # ids after the context
         self._given = 0  # characters of their text that are certain and went on
 
     def _advance(self, last: bool) -> str:
+        """The text that the pending ids make certain; all of theirs if they are the last."""
+        # 1. Decode the pending ids behind their context. New bytes can spoil the context's last character;
+        #    then they are decoded as if nothing came before.
         text = self.tokenizer.decode(self._context + self._pending)
-        # New bytes can spoil the context's last character; then they are decoded as if nothing came before.
-        follows = text.startswith(self._context_text)
-        text = text[len(self._context_text) :] if follows else self.tokenizer.decode(self._pending)
-        # A character that is not whole yet shows as up to three unknowns at the end; the rest is certain.
+        if text.startswith(self._context_text):
+            text = text[len(self._context_text) :]
+        else:
+            text = self.tokenizer.decode(self._pending)
+        # 2. A character that is not whole yet shows as up to three unknowns at the end; the rest is certain.
         unknown = min(len(text) - len(text.rstrip(UNKNOWN)), CHARACTER - 1)
         whole = last or (text and not unknown) or len(self._pending) >= WINDOW
         certain = len(text) if whole else max(len(text) - unknown, self._given)
-        new, self._given = self._held + text[self._given : certain], certain
+        # 3. What is certain and did not go on yet goes on now; whole text becomes the next ids' context.
+        new = text[self._given : certain]
+        self._given = certain
         if whole:
             self._follow(self._pending)
-        ends = [(at + len(stop), at) for stop in self.stop if (at := new.find(stop)) >= 0]
-        begun = [n for stop in self.stop for n in range(1, len(stop)) if not last and new.endswith(stop[:n])]
-        self.stopped = bool(ends)
-        cut = min(ends)[1] if ends else len(new) - max(begun, default=0)
-        piece, self._held = new[:cut], "" if ends else new[cut:]
+        return new
+
+    def _release(self, new: str, last: bool) -> str:
+        """What of the certain text can be given out: up to a stop string, or to where one may have begun."""
+        # 1. Look for stop strings that end in the new text, from where one could have begun.
+        text = self._held + new
+        found = [(text.find(stop), stop) for stop in self.stop if stop in text]
+        self.stopped = bool(found)
+        # 2. Cut before the one that is complete first, of several then the longest; else hold back what the
+        #    next text could complete.
+        if found:
+            _, cut = min((at + len(stop), at) for at, stop in found)
+            self._held = ""
+        else:
+            begun = 0 if last else max((_overlap(text, stop) for stop in self.stop), default=0)
+            cut = len(text) - begun
+            self._held = text[cut:]
+        # 3. Special tokens were only shown to be found.
+        piece = text[:cut]
+        for mark in self._marks.values():
+            piece = piece.replace(mark, "")
         self._pieces.append(piece)
         return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The most characters at the end of a text that are the beginning of a stop string, not all of it."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+
+
+def _mark_special(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Special tokens that stop strings name, each with a mark that no text can hold (a lone surrogate), and
+    the stop strings with these marks in their place: a token is found by its id, never by its spelling."""
+    texts = {token_id: tokenizer.backend.id_to_token(token_id) for token_id in tokenizer.special_ids}
+    longest_first = sorted(texts, key=lambda token_id: (-len(texts[token_id]), token_id))
+    marks: dict[int, str] = {}
+    marked = list(stop)
+    for token_id in longest_first if stop else ():
+        text = texts[token_id]
+        if any(text in one for one in marked):
+            marks[token_id] = chr(0xD800 + len(marks))
+            marked = [one.replace(text, marks[token_id]) for one in marked]
+    return marks, tuple(marked)
 
 
 def are_messages(value: object) -> bool:
@@ -174,3 +268,38 @@ def _chat_template(folder: Path, settings: dict) -> str | None:
 
 def _json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _added_tokens(folder: Path, settings: dict) -> dict[int, AddedToken]:
+    """Tokens by id, of tokenizer_config.json's added_tokens_decoder and of added_tokens.json."""
+    listed = settings.get("additional_special_tokens") or []
+    named = [*listed, *(value for name, value in settings.items() if name.endswith("_token"))]
+    special = {value["content"] if isinstance(value, dict) else value for value in named}
+    tokens = {}
+    for text, token_id in _json(folder / "added_tokens.json").items():
+        tokens[token_id] = AddedToken(text, special=text in special, normalized=text not in special)
+    for token_id, entry in (settings.get("added_tokens_decoder") or {}).items():
+        flags = {flag: entry[flag] for flag in ADDED_TOKEN_FLAGS if flag in entry}
+        token = AddedToken(entry["content"], **flags)
+        other = tokens.setdefault(int(token_id), token)
+        if other.content != token.content:
+            raise ValueError(
+                f"id {token_id} is {other.content!r} in one file and {token.content!r} in another"
+            )
+        tokens[int(token_id)] = token
+    return tokens
+
+
+def _add_tokens(backend: Backend, tokens: dict[int, AddedToken]) -> None:
+    """Give a backend the tokens it lacks, with these ids. ValueError where its own ids disagree."""
+    known = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
+    for token_id, token in sorted(tokens.items()):
+        if known.get(token.content) == token_id:
+            continue
+        holder = backend.id_to_token(token_id)
+        if holder is None or holder == token.content:
+            backend.add_tokens([token])
+        given = backend.token_to_id(token.content)
+        if given != token_id:
+            own = f"that id is {holder!r}" if holder is not None else f"the token has id {given}"
+            raise ValueError(f"the added token {token.content!r} is to have id {token_id}, but {own} here")

@@ -480,3 +480,179 @@ def test_a_template_that_fails_is_a_value_error(template, message):
 def test_messages_that_are_none_are_refused(messages):
     with pytest.raises(ValueError, match="role"):
         Tokenizer(byte_level(), {}, "x").render_chat(messages)
+
+
+# ---- tokens that tokenizer.json lacks ----
+
+NEXT = byte_level().get_vocab_size(with_added_tokens=True)  # the id of the first token added behind it
+
+
+def entry(text: str, special: bool = True) -> dict:
+    return {"content": text, "special": special, "normalized": False}
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_tokens_of_added_tokens_decoder_are_tokens_as_in_transformers(tmp_path, special):
+    transformers = pytest.importorskip("transformers")
+    decoder = {str(NEXT): entry("<|im_start|>"), str(NEXT + 1): entry("<|im_end|>", special)}
+    write(tmp_path, {"added_tokens_decoder": decoder, "eos_token": "<|im_end|>"})
+    ours = Tokenizer.from_folder(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = "<|im_start|>ab<|im_end|>"
+    assert ours.encode(text) == theirs.encode(text) == [NEXT, *ours.encode("ab"), NEXT + 1]
+    assert ours.size == NEXT + 2 and ours.eos_token_id == NEXT + 1
+    assert ours.decode(ours.encode(text)) == ("ab" if special else "ab<|im_end|>")
+
+
+def test_tokens_of_added_tokens_json_are_tokens_special_where_a_file_names_them(tmp_path):
+    added = json.dumps({"<|im_end|>": NEXT, "<tool>": NEXT + 1, "<|pad|>": NEXT + 2})
+    settings = {"eos_token": {"content": "<|im_end|>"}, "additional_special_tokens": ["<|pad|>"]}
+    write(tmp_path, settings, added_tokens__json=added)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    ids = tokenizer.encode("a<tool>b<|pad|><|im_end|>")
+    assert ids == [97, NEXT + 1, 98, NEXT + 2, NEXT] and tokenizer.decode(ids) == "a<tool>b"
+
+
+def test_a_token_of_the_vocabulary_becomes_special_with_its_own_id(tmp_path):
+    write(tmp_path, {"added_tokens_decoder": {"97": entry("a")}})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("a b") == [97, *tokenizer.encode(" b")] and not tokenizer.has_text(97)
+
+
+@pytest.mark.parametrize(
+    "decoder, message",
+    [
+        ({"97": "<|im_end|>"}, r"<\|im_end\|>.*id 97, but that id is 'a'"),
+        ({"3": "<|eos|>"}, "eos"),
+        ({str(NEXT + 5): "<|im_end|>"}, f"id {NEXT + 5}, but the token has id {NEXT}"),
+    ],
+)
+def test_added_tokens_whose_ids_disagree_are_an_error(tmp_path, decoder, message):
+    write(tmp_path, {"added_tokens_decoder": {token_id: entry(text) for token_id, text in decoder.items()}})
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_two_files_that_give_one_id_to_two_tokens_are_an_error(tmp_path):
+    added = json.dumps({"<one>": NEXT})
+    write(tmp_path, {"added_tokens_decoder": {str(NEXT): entry("<two>")}}, added_tokens__json=added)
+    with pytest.raises(ValueError, match="'<one>' in one file and '<two>' in another"):
+        Tokenizer.from_folder(tmp_path)
+
+
+# ---- stop strings that name special tokens ----
+
+SPECIALS = Tokenizer(byte_level())
+BOS_ID, EOS_ID = (SPECIALS.backend.token_to_id(text) for text in ("<|bos|>", "<|eos|>"))
+
+
+@pytest.mark.parametrize(
+    "stop, ids, text, stopped",
+    [
+        (("<|eos|>",), [97, EOS_ID, 98], "a", True),
+        (("<|eos|>",), [97, BOS_ID, 98], "ab", False),
+        (("a<|eos|>b",), [97, EOS_ID, 98, 99], "", True),
+        (("a<|eos|>b",), [97, EOS_ID, 97, EOS_ID, 99], "aac", False),
+        (("<|bos|><|eos|>",), [97, BOS_ID, BOS_ID, EOS_ID], "a", True),
+        (("b", "<|eos|>"), [97, EOS_ID, 98], "a", True),
+        (("a<|eos|>",), [97, BOS_ID, EOS_ID], "", True),  # <|bos|> is shown only where a stop names it
+    ],
+)
+def test_a_stop_string_that_names_a_special_token_fires_on_it(stop, ids, text, stopped):
+    stream = TextStream(SPECIALS, [], stop)
+    pieces = [stream.push(token_id) for token_id in ids]
+    pieces.append(stream.finish())
+    assert ("".join(pieces), stream.text, stream.stopped) == (text, text, stopped)
+
+
+def test_the_spelling_of_a_special_token_is_not_the_token():
+    stream = TextStream(SPECIALS, [], ("<|eos|>",))
+    pieces = [stream.push(byte) for byte in b"<|eos|>"]  # the tokens of single bytes have the bytes as ids
+    assert "".join([*pieces, stream.finish()]) == "<|eos|>"
+    assert not stream.stopped
+
+
+# ---- what templates hold and get ----
+
+
+def test_generation_blocks_render_as_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}\n{% generation %}\n{{ m.content }}"
+        "{%- set x = 1 %}!{% endgeneration %}{{ x }}\n{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    write(tmp_path, {"chat_template": template})
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    wanted = theirs.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
+    assert Tokenizer.from_folder(tmp_path).render_chat(TURNS) == wanted
+
+
+def test_a_template_has_its_own_default_of_enable_thinking():
+    template = "{% set t = enable_thinking if enable_thinking is defined else 'own' %}{{ t }}"
+    tokenizer = Tokenizer(byte_level(), {}, template)
+    rendered = [tokenizer.render_chat(USER, thinking) for thinking in (None, True, False)]
+    assert rendered == ["own", "True", "False"]
+
+
+@pytest.mark.parametrize(
+    "template, wanted",
+    [
+        ("{{ messages[0].content }}", ""),
+        ("{{ 'x' + messages[0].content }}", "x"),
+        ("{{ 'x' ~ messages[0].content }}", "x"),
+        ("{% if messages[0].content is none %}null{% endif %}", "null"),
+        ("{% if messages[0].content is not none %}text{% endif %}", ""),
+        ("{% if messages[0].tool_calls is defined %}tools{% endif %}", ""),
+        ("{% if 'name' in messages[0] %}name{% endif %}", ""),
+        ("{{ messages[0].name }}", ""),
+    ],
+)
+def test_null_fields_of_a_message_are_no_text(template, wanted):
+    message = {"role": "assistant", "content": None, "tool_calls": None, "name": None}
+    assert Tokenizer(byte_level(), {}, template).render_chat([message]) == wanted
+
+
+PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+
+
+@pytest.mark.parametrize(
+    "template, wanted",
+    [
+        ("<{{ messages[0].content }}>", "<one two>"),
+        ("{{ '<' + messages[0].content + '>' }}", "<one two>"),
+        ("{% if messages[0].content is string %}{{ messages[0].content }}{% endif %}", "one two"),
+        ("{{ messages[0].content.strip() }}", "one two"),
+        ("{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}", "[one ][two]"),
+    ],
+)
+def test_content_of_text_parts_is_joined_where_a_template_wants_text(template, wanted):
+    messages = [{"role": "user", "content": PARTS}]
+    assert Tokenizer(byte_level(), {}, template).render_chat(messages) == wanted
+    assert messages == [{"role": "user", "content": PARTS}]
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "url": "x"}, "text", {"type": "text", "text": None}])
+def test_a_part_that_is_no_text_is_refused_by_name(part):
+    with pytest.raises(ValueError, match="content: a part is"):
+        Tokenizer(byte_level(), {}, "x").render_chat([{"role": "user", "content": [part]}])
+
+
+@pytest.mark.parametrize("content", ["语", "and so ", PARTS])
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_a_final_message_is_continued_as_in_transformers(tmp_path, content, trim):
+    transformers = pytest.importorskip("transformers")
+    shown = "{% if m.content is string %}{{ m.content" + trim + " }}{% else %}{{ m.content[0].text }}"
+    shown += "{{ m.content[1].text" + trim + " }}{% endif %}"
+    template = "{% for m in messages %}<{{ m.role }}>" + shown + "<|eos|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    write(tmp_path, {"chat_template": template})
+    messages = [*USER, {"role": "assistant", "content": content}]
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    wanted = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert Tokenizer.from_folder(tmp_path).render_chat(messages, continue_final=True) == wanted
+
+
+@pytest.mark.parametrize("last", [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}])
+def test_what_cannot_be_continued_is_refused_by_name(last):
+    with pytest.raises(ValueError, match="continue_final"):
+        Tokenizer(byte_level(), {}, TEMPLATE).render_chat([last], continue_final=True)
