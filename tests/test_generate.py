@@ -109,6 +109,7 @@ def test_ctrl_c_keeps_what_was_generated(folder, as_json):
         # A suite that runs in the background of a shell ignores SIGINT, and hands that on.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
+    assert "no known end" in process.stderr.readline()
     first = process.stderr.readline()
     assert "pages" in first
     if not as_json:
