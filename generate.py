@@ -5,19 +5,28 @@ for Ctrl-C, with what was generated so far kept.
 """
 
 import argparse
+import codecs
+import io
 import json
 import logging
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
+from nanobeacon import __version__
+from nanobeacon.policies import POLICIES
+
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEMONSTRATION = ("budget", "threads", "trace", "compare")
+PATIENCE = 1.0  # seconds that standard input may take without a word about it
 EXAMPLE = (
     "A baker fills 17 trays with 164 rolls: a small tray holds 8, a large one 12. The oven takes 4 trays at "
     "a time, all of one size; small trays bake for 14 minutes, large ones for 18. How many of each size "
@@ -37,73 +46,105 @@ def parser() -> Parser:
         prog="generate.py",
         description="Generate text with a Qwen3, Qwen2 or Llama checkpoint, its KV cache within a budget.",
     )
-    p.add_argument("--model", help=f"folder or hub id (with a prompt {DEFAULT_MODEL}, else a demonstration)")
-    what = p.add_mutually_exclusive_group()
-    what.add_argument("--prompt", metavar="TEXT")
-    what.add_argument("--prompt-file", metavar="FILE", help="- is standard input")
-    what.add_argument(
-        "stdin", nargs="?", choices=["-"], metavar="-", help="read the prompt from standard input"
-    )
-    what.add_argument("--prompts-file", metavar="FILE", help="JSON lines, answered together into --output")
-    what.add_argument("--chat", action="store_true", help="hold a conversation; each turn is a fresh request")
-    p.add_argument("--output", metavar="FILE", help="of --prompts-file: JSON lines; what it holds is skipped")
-    p.add_argument("--max-num-seqs", type=int, help="requests at once (default: --n, 16 with --prompts-file)")
-    p.add_argument("--raw", action="store_true", help="no chat template: the model continues the text")
-    thinking = "--thinking / --no-thinking: enable_thinking for the chat template (default: its own)"
-    p.add_argument("--thinking", action=argparse.BooleanOptionalAction, help=thinking)
-    p.add_argument("--budget", type=int, help="output tokens kept in the cache (default: all)")
-    p.add_argument("--policy", default="beacon", help="what is kept under the budget (default: %(default)s)")
-    p.add_argument("--window", type=int, help="newest tokens always kept (default: the policy's own)")
-    p.add_argument("--beacons", type=int, help="past queries asked (default: the policy's own)")
-    p.add_argument("--recents", type=int, help="newest queries asked (default: the policy's own)")
-    p.add_argument("--protect", default="prompt", help="'prompt', or a number of first tokens never evicted")
-    p.add_argument("--max-tokens", type=int, help="default: what the context leaves")
-    p.add_argument("--temperature", type=float, help="0 is greedy; default: the checkpoint's")
-    p.add_argument("--top-p", type=float)
-    p.add_argument("--top-k", type=int)
-    p.add_argument("--min-p", type=float)
-    p.add_argument("--repetition-penalty", type=float, help="1 is off; default: the checkpoint's")
-    p.add_argument("--min-tokens", type=int, help="no end and no stop string before so many")
-    p.add_argument("--seed", type=int, help="the same seed gives the same draws")
-    p.add_argument("--n", type=int, default=1, help="completions of the prompt")
-    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be repeated")
-    p.add_argument(
-        "--stop-token-id", action="append", type=int, default=[], metavar="ID", help="may be repeated"
-    )
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    p.add_argument("--json", action="store_true", help="one JSON object per completion instead of text")
-    p.add_argument("--trace", metavar="FILE", help="write a page (HTML) that shows what the cache kept")
-    p.add_argument("--compare", metavar="POLICY", help="with --trace: run a second policy, on the same page")
+    add = p.add_argument
+    add("--version", action="version", version=f"nanobeacon {__version__}")
+    add("--model", help=f"folder or hub id (with a prompt {DEFAULT_MODEL}, else a demonstration)")
+
+    add = p.add_mutually_exclusive_group().add_argument
+    add("text", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    add("--prompt", metavar="TEXT", help="the same")
+    add("--prompt-file", metavar="FILE", help="- is standard input")
+    add("--prompts-file", metavar="FILE", help="JSON lines, answered together into --output")
+    add("--chat", action="store_true", help="hold a conversation; /help in it lists its commands")
+
+    add = p.add_argument
+    add("--raw", action="store_true", help="no chat template: the model continues the text")
+    how = "whether the chat template lets the model think first (default: the template's own)"
+    add("--thinking", action=argparse.BooleanOptionalAction, help=how)
+    add("--output", metavar="FILE", help="of --prompts-file: JSON lines; what it holds is skipped")
+    add("--max-num-seqs", type=int, help="requests at once (default: --n, 16 with --prompts-file)")
+
+    add = p.add_argument_group("what the cache keeps").add_argument
+    add("--budget", type=int, help="output tokens kept in the cache (default: all)")
+    add("--policy", default="beacon", help=f"{', '.join(POLICIES)} (default: %(default)s)")
+    add("--window", type=int, help="newest tokens always kept (default: the policy's own, beacon's is 32)")
+    add("--beacons", type=int, help="past queries asked (default: the policy's own, beacon's is 16)")
+    add("--recents", type=int, help="newest queries asked (default: the policy's own, beacon's is 16)")
+    add("--protect", default="prompt", help="prompt, or a number of first tokens kept (default: prompt)")
+
+    add = p.add_argument_group(
+        "how it is sampled (default: as the checkpoint says, else greedy)"
+    ).add_argument
+    add("--max-tokens", type=int, help="default: what the context leaves")
+    add("--temperature", type=float, help="0 is greedy")
+    add("--top-p", type=float, help="above 0, up to 1, which is off")
+    add("--top-k", type=int, help="0 is off")
+    add("--min-p", type=float, help="from 0, which is off, to 1")
+    add("--repetition-penalty", type=float, help="1 is off")
+    add("--min-tokens", type=int, help="no end and no stop string before so many")
+    add("--seed", type=int, help="the same seed gives the same draws (default: new ones each time)")
+    add("--n", type=int, default=1, help="completions of the prompt (default: %(default)s)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text before it; repeatable")
+    add("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="ends it; repeatable")
+
+    add = p.add_argument_group("where it runs and what is printed").add_argument
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
+    add("--dtype", default="auto", choices=DTYPES, help=f"{', '.join(DTYPES)} (default: %(default)s)")
+    add("--threads", type=int, help="of the CPU (default: torch's own, 1 for tiny models)")
+    add("--json", action="store_true", help="one JSON object per completion instead of text")
+    add("--trace", metavar="FILE", help="write a page (HTML) that shows what the cache kept")
+    add("--compare", metavar="POLICY", help="with --trace: run a second policy, on the same page")
     return p
 
 
 def read_prompt(options: argparse.Namespace) -> str | None:
-    """The prompt: the option, a file or a pipe; None where there is none."""
-    if options.prompt is not None:
-        return options.prompt
-    path = "-" if options.stdin else options.prompt_file
+    """The prompt: the option, a file or a pipe; None where there is none.
+
+    The newline that ends a file or a pipe, and a byte order mark, are no part of it.
+    """
+    given = options.prompt if options.text in (None, "-") else options.text
+    if given is not None:
+        return given
+    path = "-" if options.text == "-" else options.prompt_file
     try:
         if path not in (None, "-"):
             with open(path, encoding="utf-8") as file:
-                return file.read()
-        text = sys.stdin.read() if path == "-" or not sys.stdin.isatty() else ""
+                text = file.read()
+        elif path == "-" or not sys.stdin.isatty():
+            text = read_standard_input()
+        else:
+            text = ""
         text.encode()  # what could not be decoded may have become surrogates
     except (OSError, UnicodeError) as error:
         raise ValueError(f"--prompt-file {path or '-'}: {error}") from error
+    text = text.removeprefix(codecs.BOM_UTF8.decode())
+    text = text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
     return text if text.strip() else None
 
 
+def read_standard_input() -> str:
+    """All of standard input; one that keeps somebody waiting is said on stderr."""
+    notice = "Reading the prompt from standard input; Ctrl-D at a terminal ends it."
+    waits = threading.Timer(PATIENCE, print, (notice,), {"file": sys.stderr, "flush": True})
+    waits.daemon = True
+    waits.start()
+    try:
+        return sys.stdin.read()
+    finally:
+        waits.cancel()
+
+
 def demonstrate(options: argparse.Namespace) -> int:
-    """The embedded reasoner at work; --budget, --trace and --compare mean something to it."""
+    """The embedded reasoner at work; of the options only those of DEMONSTRATION mean something to it."""
     plain = vars(parser().parse_args([]))
     for name, value in vars(options).items():
-        if value != plain[name] and name not in ("budget", "trace", "compare"):
+        if value != plain[name] and name not in DEMONSTRATION:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} needs --model or a prompt: without them this is a demonstration")
     from nanobeacon.measure import retention
-    from nanobeacon.reasoner import demo
+    from nanobeacon.reasoner import demo, folder
 
+    set_threads(options, str(folder()))
     chosen = {} if options.budget is None else {"budget": options.budget}
     status = demo.run(**chosen)
     if options.trace is not None:
@@ -120,7 +161,7 @@ def write_page(records: list[dict[str, Any]], file: str) -> None:
 
     with open(file, "w", encoding="utf-8") as out:
         out.write(retention.page(records))
-    print(f"What the cache kept: {file}", file=sys.stderr)
+    tell(f"What the cache kept: {file}")
 
 
 def record(llm: Any, request: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -136,7 +177,7 @@ def record(llm: Any, request: Any, options: argparse.Namespace) -> dict[str, Any
 
 def check_page(options: argparse.Namespace) -> None:
     """What --trace and --compare need, said before anything is loaded."""
-    from nanobeacon.policies import POLICIES, check
+    from nanobeacon.policies import check
 
     if options.compare is not None:
         possible = f"a name of {', '.join(POLICIES)} is possible"
@@ -169,27 +210,61 @@ def answer_prompts_file(options: argparse.Namespace) -> int:
 
     source, output = Path(options.prompts_file), Path(options.output)
     batchfile.read_lines(source)  # a file that cannot be read is said before a model is loaded
-    thinking = {"enable_thinking": False} if options.no_thinking else {}
-    outcome = batchfile.answer_file(load(options), source, output, params(options), options.raw, thinking)
+    how = thinking(options)
+    outcome = batchfile.answer_file(load(options), source, output, params(options), options.raw, how)
     done = f"{outcome.answered:,} lines answered, {outcome.failed:,} failed, {outcome.skipped:,} skipped"
     print(f"{done}: {output}", file=sys.stderr)
     return 130 if outcome.interrupted else 1 if outcome.failed else 0
 
 
+def set_threads(options: argparse.Namespace, model: str) -> None:
+    """Give torch the threads that the user wants, or one for a tiny model."""
+    import torch
+
+    from nanobeacon.checkpoint import resolve
+    from nanobeacon.config import read_config
+    from nanobeacon.threads import threads_for
+
+    most = max(os.cpu_count() or 1, torch.get_num_threads())
+    if options.threads is not None and not 1 <= options.threads <= most:
+        raise ValueError(f"--threads {options.threads}: 1 to {most} are possible on this machine")
+    if options.threads is None and not os.path.isfile(os.path.join(model, "config.json")):
+        return  # a hub's model is none of the tiny ones
+    wanted = threads_for(read_config(resolve(model, config_only=True)), options.n, options.threads)
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+
+
+def cut_to_context(options: argparse.Namespace, model: str) -> None:
+    """--max-tokens beyond the context becomes what the context leaves, with a word on stderr."""
+    from nanobeacon.checkpoint import resolve
+    from nanobeacon.config import read_config
+
+    if options.max_tokens is None:
+        return
+    context = read_config(resolve(model, config_only=True)).max_position_embeddings
+    if options.max_tokens >= context:
+        said = f"--max-tokens {options.max_tokens:,}: the context holds {context:,} tokens with the prompt"
+        tell(f"{said}; what it leaves is used")
+        options.max_tokens = None
+
+
 def load(options: argparse.Namespace) -> Any:
     from nanobeacon import LLM
 
+    model = DEFAULT_MODEL if options.model is None else options.model
+    cut_to_context(options, model)
+    set_threads(options, model)
     logging.getLogger("nanobeacon").setLevel(logging.INFO)
     names = ("device", "dtype", "seed", "budget", "policy", "window", "beacons", "recents")
     chosen = {name: getattr(options, name) for name in names}
     protect = int(options.protect) if options.protect.lstrip("-").isdigit() else options.protect
-    bar = sys.stderr.isatty()
     seats = options.max_num_seqs or (16 if options.prompts_file else min(options.n, 64))
     return LLM(
-        DEFAULT_MODEL if options.model is None else options.model,
+        model,
         max_num_seqs=seats,
         protect=protect,
-        progress=bar,
+        progress=sys.stderr.isatty(),
         trace=options.trace is not None,
         **chosen,
     )
@@ -204,9 +279,12 @@ def params(options: argparse.Namespace) -> Any:
     return SamplingParams(stop_token_ids=options.stop_token_id, **chosen)
 
 
-def show(pieces: Iterator[tuple[Any, str]], requests: list[Any]) -> None:
+def show(pieces: Iterator[tuple[Any, str]], requests: Sequence[Any]) -> None:
     """Print completions as they grow: the first at once, the next one when those before it have ended."""
-    held, ended, current = dict.fromkeys(requests, ""), set(), 0
+    held = dict.fromkeys(requests, "")
+    ended = set()
+    current = 0
+    announce(0, len(requests))
     for request, piece in pieces:
         held[request] += piece
         if request.finish_reason is not None:
@@ -218,46 +296,78 @@ def show(pieces: Iterator[tuple[Any, str]], requests: list[Any]) -> None:
                 break
             print(flush=True)
             current += 1
-            if current < len(requests):
-                print(f"--- completion {current + 1} of {len(requests)}", file=sys.stderr)
+            announce(current, len(requests))
 
 
-def answer(llm: Any, prompt: Any, options: argparse.Namespace) -> tuple[list[Any], bool]:
+def announce(completion: int, n: int) -> None:
+    """Say on stderr which completion follows, where there are several."""
+    if 1 < n and completion < n:
+        print(f"--- completion {completion + 1} of {n}", file=sys.stderr, flush=True)
+
+
+def answer(llm: Any, prompt: Any, sampling: Any, as_json: bool) -> tuple[list[Any], bool]:
     """Generate and print the completions of one prompt: their requests, and whether Ctrl-C ended them."""
-    requests, interrupted = llm.submit([prompt], params(options)), False
+    requests = llm.submit([prompt], sampling)
+    interrupted = False
     if requests[0].error:
         raise ValueError(requests[0].error)
     pieces = llm.run(requests)
     try:
-        if options.json:
-            for _ in tqdm(pieces, unit="token", disable=not sys.stderr.isatty()):
+        if as_json:
+            for _ in tqdm(pieces, unit=" tokens", leave=False, disable=None):
                 pass
         else:
             show(pieces, requests)
     except KeyboardInterrupt:
         interrupted = True
         pieces.close()
-        print(file=sys.stderr if options.json else sys.stdout, flush=True)
-    if options.json:
-        from nanobeacon.llm import output_of
-
+        print(file=sys.stderr if as_json else sys.stdout, flush=True)
+    if as_json:
         for request in requests:
-            fields = asdict(output_of(request)) | {
-                "completion": request.completion,
-                "stats": asdict(llm.stats),
-            }
-            fields.pop("trace")
-            print(json.dumps(fields, ensure_ascii=False), flush=True)
+            print(json_line(fields_of(llm, request)), flush=True)
     return requests, interrupted
+
+
+def fields_of(llm: Any, request: Any) -> dict[str, Any]:
+    """What --json prints of a completion."""
+    from nanobeacon.llm import output_of
+
+    fields = asdict(output_of(request, request.arrival)) | {"stats": asdict(llm.stats)}
+    fields.pop("trace")
+    return fields
+
+
+def json_line(value: Any) -> str:
+    """JSON on one line, escaped where the encoding of stdout has not all of its characters."""
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        line = json.dumps(value)
+    return line
 
 
 def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
     """One prompt, through the chat template where there is one; returns the exit status."""
     raw = options.raw or llm.tokenizer is None or llm.tokenizer.chat_template is None
-    prompt = text if raw else llm.chat_prompt([{"role": "user", "content": text}], options.thinking)
-    requests, interrupted = answer(llm, prompt, options)
-    errors = [f"generate.py: {r.error}" for r in requests if r.error]
-    print("\n".join([closing_lines(llm, requests), *errors[:1]]), file=sys.stderr)
+    prompt = text if raw else llm.chat_prompt([{"role": "user", "content": text}], **thinking(options))
+    sampling = params(options)
+    if llm.tokenizer is not None and sampling.max_tokens is not None:
+        length = len(llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt)
+        left = llm.engine.max_model_len - length
+        if 0 < left < sampling.max_tokens:
+            tell(f"--max-tokens {sampling.max_tokens:,}: the context leaves {left:,} beside the prompt")
+            sampling = replace(sampling, max_tokens=left)
+    requests, interrupted = answer(llm, prompt, sampling, options.json)
+    if len(requests) > 1 and (requests[0].params.temperature == 0 or requests[0].params.top_k == 1):
+        tell(f"--n {len(requests)}: without sampling (temperature 0) all completions are equal")
+    for request in requests:
+        if request.finish_reason == "length" and not options.json:
+            tell(f"{name_of(request, len(requests))} was cut at {len(request.output_token_ids):,} tokens")
+    tell(closing_lines(llm, [requests]))
+    errors = [request.error for request in requests if request.error]
+    if errors:
+        tell(f"generate.py: {errors[0]}")
     if options.trace is not None and not errors:
         records = [record(llm, requests[0], options)]
         if options.compare is not None and not interrupted:
@@ -281,49 +391,85 @@ def compared(prompt: Any, options: argparse.Namespace) -> dict[str, Any]:
     return record(llm, requests[0], second)
 
 
-def converse(llm: Any, options: argparse.Namespace) -> int:
-    """Turns from standard input until it ends; the prompt of each is the whole conversation.
+def name_of(request: Any, n: int) -> str:
+    return "The answer" if n == 1 else f"Completion {request.completion + 1}"
 
-    Ctrl-C ends an answer; at the prompt it ends the conversation.
-    """
-    messages, turns = [], []
+
+def thinking(options: argparse.Namespace) -> dict[str, Any]:
+    """What the chat template is told about thinking: nothing unless the user says so."""
+    return {} if options.thinking is None else {"enable_thinking": options.thinking}
+
+
+def converse(llm: Any, options: argparse.Namespace) -> int:
+    """Hold a conversation on standard input; returns the exit status."""
+    from nanobeacon import chat
+
+    turns: list[list[Any]] = []
+
+    def answer_turn(prompt: list[int], sampling: Any) -> Any:
+        written, seconds = llm.stats.output_tokens, llm.stats.decode_seconds
+        requests, _ = answer(llm, prompt, sampling, options.json)
+        turns.append(requests)
+        written = llm.stats.output_tokens - written
+        speed = max(written - 1, 0) / max(llm.stats.decode_seconds - seconds, 1e-9)
+        (request,) = requests
+        cut = ", cut there" if request.finish_reason == "length" else ""
+        tell(
+            f"[{written:,} tokens{cut}, {speed:.1f} tokens/s; "
+            f"{request.cached_length:,} of {request.num_computed:,} tokens cached]"
+        )
+        return request
+
     try:
-        while True:
-            print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
-            if not line:
-                return 0
-            if line.strip():
-                messages.append({"role": "user", "content": line.strip()})
-                requests, _ = answer(llm, llm.chat_prompt(messages, options.thinking), options)
-                messages.append({"role": "assistant", "content": requests[0].stream.text})
-                turns += requests
+        chat.converse(llm, params(options), answer_turn, thinking(options))
+        return 0
     except KeyboardInterrupt:
         return 130
     finally:
-        print(closing_lines(llm, turns), file=sys.stderr)
+        tell(closing_lines(llm, turns))
 
 
-def closing_lines(llm: Any, requests: list[Any]) -> str:
-    """What it took: speed, what was kept of the tokens, and what the cache held."""
-    s, decoded = llm.stats, max(llm.stats.output_tokens - len(requests), 0)
-    seconds = s.prefill_seconds + s.decode_seconds
-    longest = max((r.num_computed for r in requests), default=0)
+def closing_lines(llm: Any, groups: Sequence[Sequence[Any]]) -> str:
+    """What it took: speed, what was kept of the tokens, and what the cache held.
+
+    groups: requests that ran together; those of different groups ran one after the other.
+    """
+    stats = llm.stats
+    requests = [request for group in groups for request in group]
+    decoded = max(stats.output_tokens - len(requests), 0)
+    seconds = stats.prefill_seconds + stats.decode_seconds
+    longest = max((request.num_computed for request in requests), default=0)
+    token_bytes = llm.engine.page_bytes / llm.engine.config.page_size
+    most = stats.peak_cached_tokens
+    held = max((sum(min(r.num_computed, most) for r in group) for group in groups), default=0)
+    used = min(held * token_bytes, stats.peak_kv_bytes)  # completions share the pages of their prompt
     return (
-        f"prefill {s.prompt_tokens / max(s.prefill_seconds, 1e-9):.1f} tokens/s, "
-        f"decode {decoded / max(s.decode_seconds, 1e-9):.1f} tokens/s ({s.output_tokens} new tokens)\n"
-        f"kept {s.peak_cached_tokens:,} of {longest:,} tokens a head "
-        f"({100 * s.peak_cached_tokens / max(longest, 1):.1f} %), "
-        f"KV {s.peak_kv_bytes / 1e6:,.1f} MB instead of {s.full_kv_bytes / 1e6:,.1f} MB, "
-        f"{s.evictions} evictions, "
-        f"{100 * s.eviction_seconds / max(seconds, 1e-9):.1f} % of the time"
+        f"prefill {stats.prompt_tokens / max(stats.prefill_seconds, 1e-9):.1f} tokens/s, "
+        f"decode {decoded / max(stats.decode_seconds, 1e-9):.1f} tokens/s "
+        f"({stats.output_tokens} new tokens)\n"
+        f"kept {most:,} of {longest:,} tokens a head ({100 * most / max(longest, 1):.1f} %); "
+        f"KV {stats.peak_kv_bytes / 1e6:,.1f} MB reserved, {used / 1e6:,.1f} MB used, "
+        f"{stats.full_kv_bytes / 1e6:,.1f} MB without a budget; "
+        f"{stats.evictions} evictions, {100 * stats.eviction_seconds / max(seconds, 1e-9):.1f} % of the time"
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    for name in ("stdin", "stderr"):  # where one is closed, nothing is read or said
+def tell(text: str) -> None:
+    """What is no part of the answer goes to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def open_streams() -> None:
+    """Where a stream is closed nothing is read or said; what stdout cannot express is replaced."""
+    for name in ("stdin", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    open_streams()
     options = parser().parse_args(arguments)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # which nothing here needs
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -339,7 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
         if text is None and not options.chat:
             if options.model is None:
                 return demonstrate(options)
-            print(f"No prompt given; a built-in example is used:\n{EXAMPLE}\n", file=sys.stderr)
+            tell(f"No prompt given; a built-in example is used:\n{EXAMPLE}\n")
             text = EXAMPLE
         llm = load(options)
         return converse(llm, options) if options.chat else complete(llm, text, options)

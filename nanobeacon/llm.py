@@ -19,6 +19,7 @@ from .eviction import EvictionEvent
 from .models.decoder import Decoder
 from .models.packing import pack
 from .policies import Policy, check, settle
+from .progress import PromptBar, RequestBar
 from .request import Request, SamplingParams
 from .stats import Stats
 from .tokenizer import Tokenizer
@@ -43,6 +44,8 @@ class Output:
     prompt_token_ids: list[int]
     logprobs: list[tuple[float, dict[int, float]]] | None
     trace: list[EvictionEvent]
+    prompt: int = 0  # number of its prompt in the call, from 0
+    completion: int = 0  # its number among the n of that prompt, from 0
 
 
 class LLM:
@@ -73,6 +76,7 @@ class LLM:
         folder = resolve(model, config_only=load == "dummy")
         shape = read_config(folder)
         config.check_length(shape.max_position_embeddings)
+        self._progress = progress
         self.tokenizer = Tokenizer.from_folder(folder)
         self._defaults = generation_defaults(folder)
         checkpoint = Checkpoint(folder) if load == "auto" else None
@@ -102,9 +106,12 @@ class LLM:
     def generate(self, prompts: Prompts, params: Params = None) -> list[Output]:
         """The completions of each prompt, in order; one that cannot run ends in "error", the others go on."""
         requests = self.submit(prompts, params)
-        for _ in self.run(requests):
-            pass
-        return [output_of(r) for r in requests]
+        with RequestBar(requests, self._progress) as bar:
+            for _ in self._run(requests, bar.after_step):
+                pass
+        arrivals = list(dict.fromkeys(request.arrival for request in requests))
+        number = {arrival: i for i, arrival in enumerate(arrivals)}
+        return [output_of(request, number[request.arrival]) for request in requests]
 
     def chat(
         self,
@@ -222,11 +229,18 @@ class LLM:
 
         Leaving early, by break or by an error, aborts those that have not ended.
         """
+        with PromptBar(requests, self._progress) as bar:
+            yield from self._run(requests, bar.after_step)
+
+    def _run(
+        self, requests: Sequence[Request], after_step: Callable[[], None]
+    ) -> Iterator[tuple[Request, str]]:
         waiting = list(requests)
         try:
             while waiting:
                 if _lack(waiting) and self.engine.step() is None and _lack(waiting):
                     raise ValueError("requests: some are not of this LLM's submit")
+                after_step()
                 for request in [r for r in waiting if r.pieces or r.finish_reason]:
                     piece, request.pieces = "".join(request.pieces), []
                     if request.finish_reason:
@@ -287,12 +301,16 @@ def _check_texts(name: str, values: Sequence[Any]) -> None:
         check(right, f"{name}[{i}]", value, "a text or a list of token ids is possible")
 
 
-def output_of(request: Request) -> Output:
-    """What a request has become."""
+def output_of(request: Request, prompt_number: int = 0) -> Output:
+    """What a request has become. prompt_number: of its prompt in the call, from 0."""
     text = request.stream.text if request.stream is not None else None
     tokens, prompt = list(request.output_token_ids), list(request.prompt_token_ids)
     logprobs = list(request.logprobs) if request.params.logprobs is not None else None
-    return Output(text, tokens, request.finish_reason, request.error, prompt, logprobs, list(request.trace))
+    trace = list(request.trace)
+    return Output(
+        text, tokens, request.finish_reason, request.error, prompt, logprobs, trace, prompt_number,
+        request.completion,
+    )  # fmt: skip
 
 
 def device_of(device: str | torch.device) -> torch.device:
@@ -313,7 +331,7 @@ def _dtype(dtype: Any, checkpoint: str | None, place: torch.device) -> torch.dty
     """The dtype to compute in; a CPU computes fp16 in bf16."""
     kind = DTYPES.get(checkpoint or "bfloat16" if dtype == "auto" else dtype, dtype)
     check(
-        kind in DTYPES.values(), "dtype", dtype, f"possible are 'auto', {', '.join(DTYPES)} or a torch dtype"
+        kind in DTYPES.values(), "dtype", dtype, f"possible are 'auto' and {', '.join(DTYPES)} (or torch's)"
     )
     if kind == torch.float16 and place.type == "cpu":
         log.warning("float16 on a CPU: computing in bfloat16")

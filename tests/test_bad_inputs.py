@@ -22,7 +22,6 @@ OPTIONS = {
     "--top-k -1": r"top_k=-1: a whole number of at least 0",
     "--min-p 2": r"min_p=2.0: a number from 0 to 1",
     "--max-tokens 0": r"max_tokens=0: a whole number of at least 1",
-    "--max-tokens 99999": r"99999 new ones were asked for; 2048 together are possible",
     "--n 0": r"n=0: a whole number of at least 1",
     "--seed 1.5": r"--seed: invalid int value: '1.5'",
     "--budget 0": r"budget=0: a whole number of at least 1",
@@ -41,10 +40,12 @@ OPTIONS = {
     "--budget 64 --protect -1": r"protect=-1",
     "--device tpu": r"device='tpu': ",
     "--device cuda:99": r"device='cuda:99': ",
-    "--dtype int8": r"dtype='int8': possible are 'auto'",
+    "--dtype int8": r"--dtype: invalid choice: 'int8' \(choose from '?auto'?, '?float32'?",
     "--prompt-file /no/such/file": r"not allowed with argument|--prompt-file /no/such/file",
     "--colour": r"unrecognized arguments: --colour",
     "--chat": r"not allowed with argument",
+    "world": r"not allowed with argument",
+    "--threads 0": r"--threads 0: 1 to \d+ are possible",
     "--stop=": r"stop=\[''\]: strings that are not empty",
 }
 

@@ -1,0 +1,152 @@
+"""A conversation at the command line: lines become messages, commands change the conversation.
+
+Each turn is a fresh request whose prompt is the whole conversation. Knows lines and messages; how an answer
+is generated and printed is handed in, and options are the programs' business.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .llm import LLM
+from .request import Request, SamplingParams
+
+PROMPT = "> "
+FENCE = '"""'  # a line of its own before and after a message of several lines
+HELP = f"""\
+/help          this list
+/reset         forget the conversation, but not the system message
+/system TEXT   begin anew under this system message; without TEXT under none
+/quit          end the conversation, as the end of the input does
+A message of several lines begins and ends with a line {FENCE}; one that is pasted into a terminal needs none.
+A message that begins with / is written with a space before it. Ctrl-C ends an answer."""
+Answer = Callable[[list[int], SamplingParams], Request]
+
+
+@dataclass
+class Conversation:
+    """The messages so far. `system` is kept apart, because a reset keeps it."""
+
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return first + self.turns
+
+    def command(self, line: str) -> bool:
+        """Carry out a line that begins with /; False ends the conversation."""
+        name, _, text = line[1:].partition(" ")
+        if name == "quit":
+            return False
+        if name == "help":
+            tell(HELP)
+        elif name == "reset":
+            self.turns.clear()
+            tell("The conversation begins anew.")
+        elif name == "system":
+            self.system = text.strip() or None
+            self.turns.clear()
+            tell(
+                "The conversation begins anew, " + ("under that message." if self.system else "without one.")
+            )
+        else:
+            tell(f"/{name} is no command; /help lists them")
+        return True
+
+
+def converse(llm: LLM, params: SamplingParams, answer: Answer, thinking: dict[str, Any]) -> None:
+    """Read messages and answer them until the input ends or somebody says /quit.
+
+    answer: generates and prints one answer; Ctrl-C inside keeps what there is of it. thinking: keyword
+    arguments of `llm.chat_prompt`. Ctrl-C at the prompt is raised.
+    """
+    conversation = Conversation()
+    read_line = line_reader()
+    while (message := read_message(read_line)) is not None:
+        if message.startswith("/") and "\n" not in message:
+            if not conversation.command(message):
+                return
+        elif message.strip():
+            turn(llm, params, answer, thinking, conversation, message.strip())
+
+
+def turn(
+    llm: LLM,
+    params: SamplingParams,
+    answer: Answer,
+    thinking: dict[str, Any],
+    conversation: Conversation,
+    message: str,
+) -> None:
+    """One message and its answer. A message that cannot be answered is said, and leaves no trace."""
+    conversation.turns.append({"role": "user", "content": message})
+    try:
+        prompt = llm.chat_prompt(conversation.messages, **thinking)
+        left = llm.engine.max_model_len - len(prompt)
+        if left < 1:
+            raise ValueError(
+                f"the conversation has {len(prompt):,} tokens and the context holds "
+                f"{llm.engine.max_model_len:,}: nothing is left for an answer; a shorter message, /reset or "
+                "/system is possible"
+            )
+        if params.max_tokens is not None and params.max_tokens > left:
+            tell(f"The context leaves {left:,} tokens for this answer, not {params.max_tokens:,}")
+            params = replace(params, max_tokens=left)
+        request = answer(prompt, params)
+    except ValueError as error:
+        conversation.turns.pop()
+        tell(f"No answer: {' '.join(str(error).split())}")
+        return
+    conversation.turns.append({"role": "assistant", "content": request.stream.text})
+
+
+def read_message(read_line: Callable[[], str | None]) -> str | None:
+    """The next message, of one line or of several between two FENCE lines; None when the input has ended."""
+    line = read_line()
+    if line is None or line.strip() != FENCE:
+        return line
+    lines: list[str] = []
+    while (line := read_line()) is not None and line.strip() != FENCE:
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def line_reader() -> Callable[[], str | None]:
+    """A function that gives the next line without its end, None when there is none.
+
+    On a terminal with line editing, history, and a paste of several lines as one. The prompt goes to
+    terminals only.
+    """
+    if not sys.stdin.isatty():
+        return _plain_line
+    if not sys.stdout.isatty():
+        return lambda: _plain_line(PROMPT if sys.stderr.isatty() else "")
+    try:
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off by default
+    except ImportError:  # some systems have none; lines are then edited as the terminal does
+        pass
+    return _edited_line
+
+
+def _plain_line(prompt: str = "") -> str | None:
+    print(prompt, end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    return line.rstrip("\r\n") if line else None
+
+
+def _edited_line() -> str | None:
+    try:
+        return input(PROMPT)
+    except EOFError:
+        print()
+        return None
+
+
+def tell(text: str) -> None:
+    """What is said about the conversation goes to stderr: stdout holds the answers."""
+    print(text, file=sys.stderr, flush=True)
