@@ -66,7 +66,8 @@ def parser() -> Parser:
 
     add = p.add_argument_group("what the cache keeps").add_argument
     add("--budget", type=int, help="output tokens kept in the cache (default: all)")
-    add("--policy", default="beacon", help=f"{', '.join(POLICIES)} (default: %(default)s)")
+    policies = f"{', '.join(POLICIES)}, or module:name of your own (default: %(default)s)"
+    add("--policy", default="beacon", help=policies)
     add("--window", type=int, help="newest tokens always kept (default: the policy's own, beacon's is 32)")
     add("--beacons", type=int, help="past queries asked (default: the policy's own, beacon's is 16)")
     add("--recents", type=int, help="newest queries asked (default: the policy's own, beacon's is 16)")
