@@ -125,8 +125,7 @@ class QueryBuffer:
         assert self.mechanism is not None, "this policy asks no queries"
         return self.mechanism.rotations(request)
 
-    def copy_row(self, source: Request, target: Request) -> None:
-        """A completion takes over what the prompt has left."""
+    def copy_row(self, source: int, target: int) -> None:
+        """Copy a row, all layers and heads."""
         for tensor in (self.buffer, self.positions):
-            tensor[target.row] = tensor[source.row]
-        target.buffer_count = source.buffer_count
+            tensor[target] = tensor[source]

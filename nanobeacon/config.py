@@ -199,6 +199,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     eviction: EvictionSettings | None = None
     trace: bool = False
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name in ("seed", "max_num_seqs", "max_model_len", "page_size", "num_pages", "chunk"):
@@ -208,7 +209,7 @@ class EngineConfig:
         memory = self.gpu_memory
         right = isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory <= 1
         check(right, "gpu_memory", memory, "a share above 0 and up to 1 is possible")
-        for name in ("cuda_graphs", "trace"):
+        for name in ("cuda_graphs", "trace", "prefix_cache"):
             value = getattr(self, name)
             check(isinstance(value, bool), name, value, "True or False is possible")
 

@@ -19,6 +19,7 @@ from .eviction import Evictor
 from .graphs import DecodeGraphs
 from .models.decoder import Decoder
 from .pages import PagePool
+from .prefix import PrefixCache
 from .processors import Processing
 from .request import Listener, Request, SamplingParams
 from .sampling import Draw, sample, token_logprobs, uniform
@@ -26,6 +27,7 @@ from .scheduler import Plan, Scheduler
 from .stats import Stats
 from .tokenizer import TextStream, Tokenizer
 
+BORDER_ROWS = 16  # rows of the query buffer kept for known prefixes, beside those of running requests
 CPU_POOL = 4 << 30  # bytes of keys and values that a CPU's pool takes at most by itself
 log = logging.getLogger("nanobeacon")
 
@@ -49,7 +51,8 @@ class Engine:
         self.max_model_len = config.max_model_len or shape.max_position_embeddings
         self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
         # 1. Memory: query buffers first, then as many pages as fit beside them.
-        self.queries = QueryBuffer(settings, shape, rows, dtype, device)
+        borders = range(rows, rows + BORDER_ROWS) if self._shares_queries() else range(0)
+        self.queries = QueryBuffer(settings, shape, rows + len(borders), dtype, device)
         pages_each = -(-self.max_model_len // page_size)
         values = shape.num_layers * shape.num_kv_heads * page_size * shape.head_dim
         self.page_bytes = 2 * values * dtype.itemsize  # keys and values of a page, all layers and heads
@@ -66,6 +69,7 @@ class Engine:
             config.chunk,
             settings.budget if settings else None,
             ahead=lambda request: self.evictor.ahead(request),  # a test may replace the evictor
+            prefix=self._prefix_cache(borders),
         )
         # 3. A decode step is replayed from a graph where there are graphs.
         self.forward_decode = model
@@ -81,8 +85,30 @@ class Engine:
         log.info(
             "%s on %s: %d pages of %d tokens, %.2f GB; query buffers %.1f MB",
             str(dtype).removeprefix("torch."), device, num_pages, page_size,
-            num_pages * self.page_bytes / 1e9, rows * self.queries.row_bytes / 1e6,
+            num_pages * self.page_bytes / 1e9, len(self.queries.buffer) * self.queries.row_bytes / 1e6,
         )  # fmt: skip
+
+    def _shares_queries(self) -> bool:
+        """Whether a policy's queries at a border are a function of the tokens before it, and worth keeping.
+        A reservoir draws with the request's seed, so its rows are no other's."""
+        settings = self.config.eviction
+        asks = settings is not None and settings.capacity > 0
+        return self.config.prefix_cache and asks and settings.policy.select != "reservoir"
+
+    def _prefix_cache(self, borders: range) -> PrefixCache | None:
+        """None where it is switched off, or where the queries that belong to a prefix cannot be shared."""
+        settings = self.config.eviction
+        asks = settings is not None and settings.capacity > 0
+        if not self.config.prefix_cache or (asks and not borders):
+            return None
+        rope = self.model.rope
+        return PrefixCache(
+            self.pool,
+            self.config.page_size,
+            self.config.chunk,
+            rows=borders if asks else None,
+            shared_context=rope.context if rope.config.kind == "dynamic" else None,
+        )
 
     def _pages_that_fit(self, pages_each: int) -> int:
         """GPU: `gpu_memory` of what is free now; CPU: what `max_num_seqs` requests need, CPU_POOL at most."""
@@ -108,6 +134,7 @@ class Engine:
         for completion in range(params.n):
             request = Request(arrival, prompt, params, params.max_tokens or 0, protected, completion, seed)
             request.eos_token_ids = self.eos_token_ids
+            request.budgeted = settings is not None
             request.forced = forced
             request.on_logits = on_logits
             request.processing = Processing.of(request)
@@ -186,6 +213,12 @@ class Engine:
     def _run(self, plan: Plan) -> list[Request]:
         """The step of a plan; who got a token, in order."""
         began = time.perf_counter()
+        # 0. Whoever begins behind a prefix that is known takes over the queries kept there.
+        for request in self.scheduler.running:
+            if request.found_row:
+                self.queries.copy_row(request.found_row, request.row)
+                request.found_row = 0
+        self.stats.prefix_tokens = self.scheduler.prefix_tokens
         # 1. Run the model: keys, values and queries are stored on the way, layer by layer.
         batch = Batch.build(plan, self.cache, self.queries)
         forward = self.forward_decode if plan.one_each else self.model
@@ -195,6 +228,7 @@ class Engine:
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             request.num_computed += length
             request.cached_length += length
+        self._remember(plan.requests)
         self._count_memory(plan)
         # 3. Completions that waited for a prompt take over what its leader has read.
         ready = plan.ready()
@@ -213,6 +247,17 @@ class Engine:
         self._evict([r for r in plan.requests + forks if r.finish_reason is None], hidden.device)
         self.stats.count_time(plan, len(takers), time.perf_counter() - began)
         return list(ready)
+
+    def _remember(self, requests: list[Request]) -> None:
+        """Make the pages that a step has filled known to the prefix cache, with the queries at a border."""
+        prefix = self.scheduler.prefix
+        if prefix is None:
+            return
+        for request in requests:
+            prefix.insert(request)
+            row = prefix.take_row(request)
+            if row:
+                self.queries.copy_row(request.row, row)
 
     def _evict(self, going_on: list[Request], device: torch.device) -> None:
         began = time.perf_counter()
@@ -236,7 +281,8 @@ class Engine:
             private = [i for i in range(used) if leader.pages[i] != request.pages[i]]
             self.cache.write_page_table(request)
             self.cache.copy_pages([leader.pages[i] for i in private], [request.pages[i] for i in private])
-            self.queries.copy_row(leader, request)
+            self.queries.copy_row(leader.row, request.row)
+            request.buffer_count = leader.buffer_count
         return forks
 
     def _take_tokens(self, requests: list[Request], logits: Tensor) -> None:
@@ -328,10 +374,12 @@ class Engine:
 
     def _count_memory(self, plan: Plan) -> None:
         running = self.scheduler.running
+        prefix = self.scheduler.prefix
+        kept_rows = len(prefix.kept_rows) if prefix is not None else 0
         full_pages = sum(-(-r.num_computed // self.config.page_size) for r in running)
         self.stats.count_memory(
             cached_tokens=max(r.cached_length for r in plan.requests),
             kv_bytes=self.pool.used_count * self.page_bytes,
             full_bytes=full_pages * self.page_bytes,
-            query_bytes=len(running) * self.queries.row_bytes,
+            query_bytes=(len(running) + kept_rows) * self.queries.row_bytes,
         )

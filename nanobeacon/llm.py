@@ -54,7 +54,8 @@ class LLM:
     model: a folder or a hub id. device: "auto", "cpu", "cuda" … dtype: "auto", a name or a torch dtype. load:
     "auto", or "dummy" for random weights from a config alone. budget: evictable tokens a request may cache
     (B_max), None for all. window, beacons, recents: None for the policy's own numbers. num_pages,
-    max_model_len: None for what fits. trace: record evictions in each output. Raises
+    max_model_len: None for what fits. trace: record evictions in each output.
+    prefix_cache: keep what was computed of a prompt for those that begin alike. Raises
     ValueError naming the option for whatever is not possible.
     """
 
@@ -65,12 +66,14 @@ class LLM:
         gpu_memory: float = 0.9, chunk: int = 512, cuda_graphs: bool = True, budget: int | None = None,
         policy: str | Policy = "beacon", window: int | None = None, beacons: int | None = None,
         recents: int | None = None, protect: str | int = "prompt", trace: bool = False,
-        progress: bool = False,
+        prefix_cache: bool = True, progress: bool = False,
     ) -> None:  # fmt: skip
         eviction = settle(policy, budget, window, beacons, recents, protect)
         sizes = dict(max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size, chunk=chunk)
         sizes |= dict(num_pages=num_pages, gpu_memory=gpu_memory)
-        config = EngineConfig(seed, cuda_graphs=cuda_graphs, eviction=eviction, trace=trace, **sizes)
+        config = EngineConfig(
+            seed, cuda_graphs=cuda_graphs, eviction=eviction, trace=trace, prefix_cache=prefix_cache, **sizes
+        )
         check(load in ("auto", "dummy"), "load", load, "possible are 'auto' and 'dummy'")
         place = device_of(device)
         folder = resolve(model, config_only=load == "dummy")

@@ -1,6 +1,8 @@
 """`PagePool`: which pages are free, who shares one, and a proof that none is lost or owned twice.
 
-Pages are numbers here; it knows nothing of tensors, of requests or of contents. Page 0 is scratch."""
+A page is free, or held by owners, or idle: nobody holds it, but what it holds is worth keeping until its room
+is needed. Pages are numbers here; it knows nothing of tensors, of requests or of contents. Page 0 is scratch.
+"""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
@@ -16,11 +18,18 @@ class PagePool:
         self.num_pages = num_pages
         self.references = [0] * num_pages
         self.free_count = num_pages - 1
+        self.kept: set[int] = set()  # pages that become idle instead of free when nobody holds them
+        self.idle: dict[int, None] = {}  # the kept ones that nobody holds, in the order they were let go
         self._runs: list[tuple[int, int]] = [(1, num_pages)]  # [first, end), ascending, never adjacent
 
     @property
     def used_count(self) -> int:
-        return self.num_pages - 1 - self.free_count
+        return self.num_pages - 1 - self.available
+
+    @property
+    def available(self) -> int:
+        """Pages that nobody holds: those free, and those that `forget` would free."""
+        return self.free_count + len(self.idle)
 
     def allocate(self, count: int, at: int | None = None) -> list[int] | None:
         """`count` pages, None when fewer are free: from page `at` on where these are free; else the smallest
@@ -40,21 +49,38 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Another owner for pages that have one."""
+        """Another owner for pages that have one or are idle."""
         for page in pages:
-            assert self.references[page] > 0, f"page {page} is free and cannot be shared"
+            assert self.references[page] > 0 or page in self.idle, f"page {page} is free and cannot be shared"
+            self.idle.pop(page, None)
             self.references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less for each page; a page without owners is free again."""
+        """One owner less for each page; a page without owners is free again, or idle if it is kept."""
         for page in pages:
             assert self.references[page] > 0, f"page {page} was released twice"
             self.references[page] -= 1
-            if self.references[page] == 0:
+            if self.references[page] > 0:
+                continue
+            if page in self.kept:
+                self.idle[page] = None
+            else:
                 self._give_back(page)
 
+    def keep(self, page: int) -> None:
+        """From now on a page that is held is worth keeping when it is let go."""
+        assert self.references[page] > 0, f"page {page} is free and cannot be kept"
+        self.kept.add(page)
+
+    def forget(self, page: int) -> None:
+        """A kept page is not worth keeping any more; it is free if nobody holds it."""
+        self.kept.remove(page)
+        if page in self.idle:
+            del self.idle[page]
+            self._give_back(page)
+
     def check(self, owners: Iterable[list[int]]) -> None:
-        """Prove that each page is either free or referenced exactly as often as the owners hold it."""
+        """Prove that each page is free, or idle, or referenced exactly as often as the owners hold it."""
         held = Counter(page for pages in owners for page in pages)
         assert held[0] == 0 and self.references[0] == 0, "the scratch page is owned"
         free = [page for first, end in self._runs for page in range(first, end)]
@@ -62,9 +88,12 @@ class PagePool:
         apart = all(a[1] < b[0] for a, b in zip(self._runs, self._runs[1:], strict=False))
         assert apart, "adjacent free runs"
         assert not held.keys() & set(free), "a page is both free and owned"
+        assert not self.idle.keys() & (held.keys() | set(free)), "an idle page is free or owned"
+        assert self.idle.keys() <= self.kept, "a page is idle that nobody keeps"
+        assert self.kept <= self.idle.keys() | held.keys(), "a page is kept that is free"
         for page, count in enumerate(self.references):
             assert count == held[page], f"page {page}: {count} != {held[page]}"
-        assert len(free) + len(held) == self.num_pages - 1, "a page is lost"
+        assert len(free) + len(self.idle) + len(held) == self.num_pages - 1, "a page is lost"
 
     def _cut(self, first: int, count: int) -> list[int]:
         """Take [first, first + count) out of the free run that holds it."""

@@ -158,6 +158,10 @@ class Request:
     row: int = 0  # its row of the query buffer and of the page table; 0 is nobody's
     buffer_count: int = 0  # queries held in that row, for policies that reduce
     leader: "Request | None" = None  # completion of the same prompt whose prefill this one waits for
+    budgeted: bool = False  # an eviction may touch what is not protected
+    prefix_node: Any = None  # the last of its pages that the prefix cache knows …
+    pages_inserted: int = 0  # … and how many these are
+    found_row: int = 0  # kept row of the query buffer that is copied into its own before its first step
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .pages import PagePool
+from .prefix import Found, PrefixCache
 from .request import Request
 
 
@@ -44,6 +45,7 @@ class Scheduler:
     def __init__(
         self, pool: PagePool, page_size: int, max_num_seqs: int, chunk: int, budget: int | None = None,
         max_prefill_tokens: int = 2048, ahead: Callable[[Request], int] = lambda request: 1,
+        prefix: PrefixCache | None = None,
     ) -> None:  # fmt: skip
         self.pool = pool
         self.page_size = page_size
@@ -53,7 +55,9 @@ class Scheduler:
         self.max_prefill_tokens = max(chunk, max_prefill_tokens)  # a step can always take one whole chunk
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
+        self.prefix = prefix
         self.preemptions = 0
+        self.prefix_tokens = 0  # that were found instead of computed
         self.free_rows = list(range(max_num_seqs, 0, -1))  # the next one is taken from the end
         self._stretch = (pool.num_pages - 1) // max_num_seqs  # pages of the pool for each seat
         self._decode_next = False
@@ -111,24 +115,44 @@ class Scheduler:
         """First come, first served: the head of the queue waits until its pages and a seat are there."""
         while self.waiting and self.free_rows:
             request = self.waiting[0]
-            # 1. Another completion of the same prompt may read it for both: the full protected pages, which
-            #    no eviction touches, are shared.
+            # 1. What need not be computed? Another completion of the same prompt may read it for both: the
+            #    full protected pages, which no eviction touches, are shared. Else whatever is known of it.
+            #    (Completions arrive together, before any page of their prompt is known, and a prompt shorter
+            #    than a border never is: the prefix cache cannot take the leader's place.)
             leader = self._leader_of(request)
-            shared = leader.pages[: self._full_protected_pages(request)] if leader else []
-            # 2. Are there pages enough? Those who grow will want one soon: without these spare ones an
-            #    admission would be preempted at once.
+            found = self.prefix.find(request) if self.prefix and leader is None else Found()
+            shared = leader.pages[: self._full_protected_pages(request)] if leader else found.pages
+            # 2. Are there pages enough? Idle ones count, but not those that this request wakes. Those who
+            #    grow will want one soon: without these spare ones an admission would be preempted at once.
             wanted = self._pages_for(self._tokens_at_first(request)) - len(shared)
+            woken = sum(page in self.pool.idle for page in shared)
             spare = len(self.running) if self.budget is None else 0
-            if wanted + spare > self.pool.free_count:
+            if wanted + woken + spare > self.pool.available:
                 return
             # 3. Take the seat, with its row, and the pages.
             request.row = self.free_rows.pop()
             request.leader = leader
             self.pool.share(shared)
-            own = self.pool.allocate(wanted, at=self._place(request.row) + len(shared))
+            own = self._allocate(wanted, at=self._place(request.row) + len(shared))
             request.pages = shared + own
+            self._begin_behind(request, found)
             request.pages_changed = True
             self.running.append(self.waiting.popleft())
+
+    def _allocate(self, count: int, at: int) -> list[int] | None:
+        """Pages of the pool, from `at` on if these are free; idle ones give way where too few are free."""
+        if self.prefix is not None:
+            self.prefix.make_room(count)
+        return self.pool.allocate(count, at=at)
+
+    def _begin_behind(self, request: Request, found: Found) -> None:
+        """What was found stands as if the request had computed it; its first chunk begins there."""
+        tokens = len(found.pages) * self.page_size
+        request.num_computed = tokens
+        request.cached_length = tokens
+        request.found_row = found.row
+        request.buffer_count = found.row_count
+        self.prefix_tokens += tokens
 
     def _leader_of(self, request: Request) -> Request | None:
         """The completion of the same prompt whose prefill lies ahead: the first of them runs it for all."""
@@ -179,7 +203,7 @@ class Scheduler:
     def _grow(self, request: Request, tokens: int) -> None:
         """Pages for so many tokens, one by one, as long as the request has not been preempted itself."""
         while request.row and tokens > len(request.pages) * self.page_size:
-            page = self.pool.allocate(1, at=request.pages[-1] + 1)
+            page = self._allocate(1, at=request.pages[-1] + 1)
             if page is None:
                 self._preempt(self.running[-1])
                 continue
@@ -198,13 +222,19 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Take a request's seat and pages away."""
-        self.pool.release(request.pages)
+        self.pool.release(reversed(request.pages))  # so that idle pages are forgotten from the last one on
         self.free_rows.append(request.row)
         request.pages = []
         request.row = 0
         request.buffer_count = 0
+        request.found_row = 0
+        request.prefix_node = None
+        request.pages_inserted = 0
         request.leader = None
-        # The first of those who waited for its prefill takes it over, on the pages they share.
+        # The first of those who waited for its prefill takes it over, on the pages they share, behind what is
+        # known of these; what is computed again there has the same tokens.
         followers = [r for r in self.running if r.leader is request]
         for follower in followers:
             follower.leader = None if follower is followers[0] else followers[0]
+        if followers and self.prefix is not None:
+            self._begin_behind(followers[0], self.prefix.find_among(followers[0], followers[0].pages))

@@ -10,6 +10,7 @@ class Stats:
     """What an engine has done; seconds are wall time, bytes maxima over steps, summed over requests."""
 
     prompt_tokens: int = 0  # computed: what a preemption repeats is counted again
+    prefix_tokens: int = 0  # found in the prefix cache instead of computed
     output_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -18,7 +19,7 @@ class Stats:
     peak_cached_tokens: int = 0  # most held by one request
     peak_kv_bytes: int = 0  # pages in use
     full_kv_bytes: int = 0  # what no budget would have held
-    query_buffer_bytes: int = 0
+    query_buffer_bytes: int = 0  # rows of running requests, and those kept at borders of known prefixes
 
     def count_memory(self, cached_tokens: int, kv_bytes: int, full_bytes: int, query_bytes: int) -> None:
         """Raise the maxima to what one step held; taken while all that it stored is there."""

@@ -124,7 +124,8 @@ class Nanobeacon(Subject):
         sizes = {"page_size": PAGE, "num_pages": pages, "max_num_seqs": job.batch}
         graphs = not job.no_cuda_graphs
         eviction = {"policy": self.system.policy, "budget": budget}
-        self.llm = LLM(job.model, cuda_graphs=graphs, **place, **sizes, **eviction)
+        # Without the prefix cache: the warm-up's prompts come again, and idle pages lie where seats grow
+        self.llm = LLM(job.model, cuda_graphs=graphs, prefix_cache=False, **place, **sizes, **eviction)
 
     def _steps(self, prompts: list[list[int]], output_length: int) -> Iterator[Step]:
         params = SamplingParams(max_tokens=output_length, temperature=0.0, ignore_eos=True)

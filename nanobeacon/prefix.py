@@ -1,0 +1,191 @@
+"""`PrefixCache`: which pages hold which tokens, so that a prompt's beginning is not computed twice.
+
+Pages form a tree: a page's place in it is the chain of all tokens before it. What may be shared is a function
+of the tokens alone: every page under the full cache, the protected ones under a budget, which no eviction
+touches. Policies that ask queries also need those of the tokens before, which a row of the query buffer holds
+at a border, a multiple of `chunk`. Pure Python: knows page and row numbers, never what they hold; who runs,
+and when rows are copied, is the business of scheduler and engine.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import lcm
+
+from .pages import PagePool
+from .request import Request
+
+
+@dataclass(eq=False)
+class Node:
+    """A page in the tree. Its key in `parent.children` is its tokens: a dict compares them after their hash,
+    and the chain of parents is compared with it, so that no collision can give another text's page."""
+
+    page: int
+    key: tuple[int, ...]
+    parent: "Node | None"
+    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    row: int = 0  # row of the query buffer kept for the border behind this page; 0: none
+    row_count: int = 0  # queries in that row
+    forgotten: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a prompt's beginning: whole pages, and the buffer row that belongs behind them."""
+
+    pages: list[int] = field(default_factory=list)
+    row: int = 0
+    row_count: int = 0
+
+
+class PrefixCache:
+    """The tree over the pages of a pool.
+
+    rows: rows of the query buffer that may be kept at borders; None for policies that ask no queries, whose
+    borders are those of pages. shared_context: None, or for dynamic RoPE the prompt length up to which keys
+    do not depend on it; longer prompts share with those of their own length only.
+    """
+
+    def __init__(
+        self, pool: PagePool, page_size: int, chunk: int, rows: Iterable[int] | None = None,
+        shared_context: int | None = None,
+    ) -> None:  # fmt: skip
+        self.pool = pool
+        self.page_size = page_size
+        self.keeps_rows = rows is not None
+        self.border = lcm(page_size, chunk) if self.keeps_rows else page_size  # in tokens
+        self.shared_context = shared_context
+        self.free_rows = list(rows or ())
+        self.kept_rows: dict[Node, None] = {}  # borders with a row, the least recently used first
+        self._root = Node(0, (), None)
+        self._nodes: dict[int, Node] = {}  # by page
+
+    def find(self, request: Request) -> Found:
+        """The longest beginning that can be taken over; at least one token is left to compute."""
+        return self._found(self._walk(request))
+
+    def find_among(self, request: Request, pages: list[int]) -> Found:
+        """The same, of pages that the request holds already, in order."""
+        path = self._walk(request)
+        own = 0
+        while own < min(len(path), len(pages)) and path[own].page == pages[own]:
+            own += 1
+        return self._found(path[:own])
+
+    def insert(self, request: Request) -> None:
+        """Make the whole pages that a request has computed known. Called after each of its steps."""
+        known = request.pages_inserted
+        whole = self._whole_pages(request, request.num_computed)
+        if whole <= known:
+            return
+        node = request.prefix_node or self._root
+        keys = self._keys(request, known, whole)
+        for page, key in zip(request.pages[known:whole], keys, strict=True):
+            if node.forgotten:
+                return
+            child = node.children.get(key)
+            if child is None:
+                child = Node(page, key, node)
+                node.children[key] = child
+                self._nodes[page] = child
+                self.pool.keep(page)
+            # Else the same tokens were computed twice, side by side: this copy stays its owner's alone.
+            node = child
+        request.prefix_node = node
+        request.pages_inserted = whole
+
+    def take_row(self, request: Request) -> int:
+        """The row that shall keep the request's queries, where it stands at a border that has none; else 0.
+        The least recently used border gives up its own when all are in use."""
+        node = request.prefix_node
+        stands_there = request.pages_inserted * self.page_size == request.num_computed
+        if not self.keeps_rows or node is None or not stands_there or node.row or node.forgotten:
+            return 0
+        if not self.free_rows:
+            self._drop_row(next(iter(self.kept_rows)))
+        node.row = self.free_rows.pop()
+        node.row_count = request.buffer_count
+        self.kept_rows[node] = None
+        return node.row
+
+    def make_room(self, count: int) -> None:
+        """Forget idle pages until `count` are free, or none is left: the least recently used first, and since
+        a request lets go of its last page first, leaves before their parents."""
+        while self.pool.free_count < count and self.pool.idle:
+            self._forget(self._nodes[next(iter(self.pool.idle))])
+
+    def _walk(self, request: Request) -> list[Node]:
+        """The nodes of a request's tokens from the first page on, as far as they are known."""
+        path = []
+        node = self._root
+        for key in self._keys(request, 0, self._whole_pages(request, request.num_tokens - 1)):
+            node = node.children.get(key)
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def _found(self, path: list[Node]) -> Found:
+        """Where computing can begin: the last border of a path that has its row, if rows are needed."""
+        pages_apart = self.border // self.page_size
+        count = len(path) - len(path) % pages_apart
+        while self.keeps_rows and count and not path[count - 1].row:
+            count -= pages_apart
+        if not count:
+            return Found()
+        last = path[count - 1]
+        if last.row:  # now the most recently used
+            del self.kept_rows[last]
+            self.kept_rows[last] = None
+        return Found([node.page for node in path[:count]], last.row, last.row_count)
+
+    def _whole_pages(self, request: Request, tokens: int) -> int:
+        """Pages of its first `tokens` that are full, end at a border and are never evicted from."""
+        if request.budgeted:
+            tokens = min(tokens, request.protected)
+        return (tokens - tokens % self.border) // self.page_size
+
+    def _keys(self, request: Request, first: int, end: int) -> list[tuple[int, ...]]:
+        """The tokens of the pages [first, end), each page's as a tuple."""
+        size = self.page_size
+        tokens = request.tokens(first * size, end * size)
+        keys = [tuple(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        if self.shared_context is not None and first == 0 and keys:
+            # Dynamic RoPE: the base, and with it every key, follows the length of a prompt beyond the context
+            keys[0] = (max(len(request.prompt_token_ids), self.shared_context), *keys[0])
+        return keys
+
+    def _forget(self, node: Node) -> None:
+        """Forget a page and whatever hangs below it. Pages below that are still held belong to a request that
+        computed the same beginning beside another; they stay with it and are only not found any more."""
+        del node.parent.children[node.key]
+        below = [node]
+        while below:
+            node = below.pop()
+            below += node.children.values()
+            node.forgotten = True
+            del self._nodes[node.page]
+            self.pool.forget(node.page)
+            if node.row:
+                self._drop_row(node)
+
+    def _drop_row(self, node: Node) -> None:
+        del self.kept_rows[node]
+        self.free_rows.append(node.row)
+        node.row = 0
+
+    def check(self) -> None:
+        """Prove that tree, pool and rows agree."""
+        seen: list[Node] = []
+        below = list(self._root.children.values())
+        while below:
+            node = below.pop()
+            assert node.parent.children[node.key] is node and not node.forgotten
+            seen.append(node)
+            below += node.children.values()
+        assert {node.page: node for node in seen} == self._nodes and len(seen) == len(self._nodes)
+        assert self.pool.kept == self._nodes.keys(), "pool and tree keep different pages"
+        with_row = {node for node in seen if node.row}
+        assert with_row == self.kept_rows.keys(), "a row is kept for a page that is forgotten"
+        rows = [*self.free_rows, *(node.row for node in with_row)]
+        assert len(set(rows)) == len(rows), "a row is kept twice"
