@@ -176,13 +176,35 @@ class Scheduler:
 
     def _plan_prefill(self) -> Plan | None:
         """The next chunk of each prompt, oldest first, as many whole ones as a step may take."""
-        requests = [r for r in self.running if not r.decodes and r.leader is None]
-        lengths = [self.next_chunk(request) for request in requests]
-        while sum(lengths) > self.max_prefill_tokens:
-            lengths.pop()
-        if not lengths:
-            return None
-        return Plan(requests[: len(lengths)], lengths, prefill=True)
+        requests: list[Request] = []
+        lengths: list[int] = []
+        room = self.max_prefill_tokens
+        for request in self.running:
+            if request.decodes or request.leader is not None:
+                continue
+            self._look_again(request)
+            length = self.next_chunk(request)
+            if length > room:
+                break
+            requests.append(request)
+            lengths.append(length)
+            room -= length
+        return Plan(requests, lengths, prefill=True) if requests else None
+
+    def _look_again(self, request: Request) -> None:
+        """A neighbour that was admitted beside a request may have read its beginning since: before its first
+        chunk it takes that over, and gives its own pages for it back."""
+        if self.prefix is None or request.num_computed > 0:
+            return
+        if any(other.leader is request for other in self.running):
+            return  # these pages are its followers' too
+        found = self.prefix.find(request)
+        own = request.pages[: len(found.pages)]
+        self.pool.share(found.pages)
+        self.pool.release(reversed(own))
+        request.pages = found.pages + request.pages[len(found.pages) :]
+        request.pages_changed = True
+        self._begin_behind(request, found)
 
     def _plan_decode(self, decoders: list[Request]) -> Plan | None:
         """One token for each, or what a given output allows, oldest first."""

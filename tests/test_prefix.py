@@ -156,6 +156,19 @@ def test_completions_of_a_known_prompt_share_it(folder, mode):
 
 
 @pytest.mark.parametrize("mode", ["full", "beacon"])
+def test_requests_admitted_together_share_a_header_that_one_of_them_has_read(folder, mode):
+    """All have seats at once; those whose turn comes after the first step find what it computed."""
+    llm = poisoned(LLM(folder, max_num_seqs=8, **SIZES, **MODES[mode]))
+    llm.engine.scheduler.max_prefill_tokens = 2 * CHUNK
+    header = prompt_of(3 * CHUNK)
+    prompts = [header + prompt_of(9, seed=s) for s in range(8)]
+    for request, prompt in zip(run(llm, *prompts), prompts, strict=True):
+        compare(request, alone(folder, mode, tuple(prompt), 60))
+    assert llm.stats.prefix_tokens >= 6 * 2 * CHUNK
+    assert llm.stats.prompt_tokens + llm.stats.prefix_tokens == sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("mode", ["full", "beacon"])
 def test_a_leader_that_leaves_hands_on_what_it_has_read(folder, mode):
     llm = poisoned(LLM(folder, max_num_seqs=3, **SIZES, **MODES[mode]))
     requests = llm.submit([prompt_of(70)], greedy(n=3))
