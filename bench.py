@@ -24,6 +24,7 @@ from generate import Parser
 COMMANDS = {
     "throughput": "tokens/s, time per step and memory; --vs transformers, --table4, --max-batch",
     "crossover": "from which output length and batch a budget pays, and what it costs before",
+    "prefix": "what the prefix cache saves: turns of a conversation, requests under one header",
     "fidelity": "how close each policy stays to the full cache on text of the model's own",
     "accuracy": "how often a model is right under each policy and budget",
     "kernels": "the kernels' times and floors",
@@ -49,7 +50,7 @@ PRESETS = {  # the fields of CONFIG
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 SECTIONS = ("times", "floors", "table4", "expected", "launches", "kernels")  # tables of `kernels`
-TIMED = ("throughput", "crossover")  # those that run any model's shape
+TIMED = ("throughput", "crossover", "prefix")  # those that run any model's shape
 
 
 def command_of(arguments: Sequence[str]) -> str:

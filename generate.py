@@ -73,6 +73,9 @@ def parser() -> Parser:
     add("--recents", type=int, help="newest queries asked (default: the policy's own, beacon's is 16)")
     add("--protect", default="prompt", help="prompt, or a number of first tokens kept (default: prompt)")
 
+    how = "compute every prompt anew, also what was read before (as the turns of --chat were)"
+    add("--no-prefix-cache", action="store_true", help=how)
+
     add = p.add_argument_group(
         "how it is sampled (default: as the checkpoint says, else greedy)"
     ).add_argument
@@ -267,6 +270,7 @@ def load(options: argparse.Namespace) -> Any:
         protect=protect,
         progress=sys.stderr.isatty(),
         trace=options.trace is not None,
+        prefix_cache=not options.no_prefix_cache,
         **chosen,
     )
 
@@ -444,8 +448,9 @@ def closing_lines(llm: Any, groups: Sequence[Sequence[Any]]) -> str:
     most = stats.peak_cached_tokens
     held = max((sum(min(r.num_computed, most) for r in group) for group in groups), default=0)
     used = min(held * token_bytes, stats.peak_kv_bytes)  # completions share the pages of their prompt
+    known = f", {stats.prefix_tokens:,} prompt tokens known from before" if stats.prefix_tokens else ""
     return (
-        f"prefill {stats.prompt_tokens / max(stats.prefill_seconds, 1e-9):.1f} tokens/s, "
+        f"prefill {stats.prompt_tokens / max(stats.prefill_seconds, 1e-9):.1f} tokens/s{known}, "
         f"decode {decoded / max(stats.decode_seconds, 1e-9):.1f} tokens/s "
         f"({stats.output_tokens} new tokens)\n"
         f"kept {most:,} of {longest:,} tokens a head ({100 * most / max(longest, 1):.1f} %); "

@@ -148,8 +148,8 @@ class PrefixCache:
     def _keys(self, request: Request, first: int, end: int) -> list[tuple[int, ...]]:
         """The tokens of the pages [first, end), each page's as a tuple."""
         size = self.page_size
-        tokens = request.tokens(first * size, end * size)
-        keys = [tuple(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        tokens = tuple(request.tokens(first * size, end * size))
+        keys = [tokens[at : at + size] for at in range(0, len(tokens), size)]
         if self.shared_context is not None and first == 0 and keys:
             # Dynamic RoPE: the base, and with it every key, follows the length of a prompt beyond the context
             keys[0] = (max(len(request.prompt_token_ids), self.shared_context), *keys[0])

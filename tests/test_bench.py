@@ -297,6 +297,12 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("throughput --repeats 0", "at least 1"),
         ("throughput --budgets 8", "smallest budget"),
         ("throughput --policies best", "random-query"),
+        ("throughput --shared-prefix 65", "0 to 64"),
+        ("throughput --shared-prefix -1", "0 to 64"),
+        ("throughput --no-prefix-cache", "only --shared-prefix"),
+        ("throughput --table4 --shared-prefix 4", "nothing in common"),
+        ("prefix --turns 0", "at least 1"),
+        ("prefix --requests 0", "at least 1"),
         ("throughput --vs vllm", "transformers"),
         ("throughput --threads 0", "1 to"),
         ("throughput --threads 100000", "1 to"),
@@ -433,3 +439,31 @@ def test_charts_escape_names_and_survive_odd_numbers():
             [plots.lines("t", "x", "y", {"one": [(1, 0)]}), plots.bars("t", "y", {"g": {"n": (0,)}})]
         )
     )
+
+
+def test_a_shared_prefix_is_measured_without_and_with_the_cache(run, inline, folder):
+    words = f"--model {folder} --policies full --batch 3 --prompt-length 40 --output-length 4 --repeats 1"
+    status, table, result, _ = run("throughput", *words.split(), "--shared-prefix", 32, *CPU.split())
+    assert status == 0 and "full, prefix cache" in table
+    assert [row["label"] for row in result["rows"]] == ["full", "full, prefix cache"]
+    words += " --no-prefix-cache"
+    result = run("throughput", *words.split(), "--shared-prefix", 32, *CPU.split())[2]
+    assert [row["label"] for row in result["rows"]] == ["full"]
+
+
+@pytest.mark.parametrize("budget", [None, 40])
+def test_prefix_counts_what_is_not_computed(run, folder, budget):
+    words = f"--model {folder} --prompt-length 20 --output-length 8 --turns 3 --requests 20 --header 600"
+    under = ["--budget", budget] if budget else []
+    status, table, result, _ = run("prefix", *words.split(), *under, "--repeats", 1, *CPU.split())
+    assert status == 0 and "times as fast" in table
+    turns = result["turns"]
+    assert [turn["without_computed"] for turn in turns] == [turn["prompt"] for turn in turns] == [20, 48, 76]
+    found = [turn["without_computed"] - turn["with_computed"] for turn in turns]
+    # Of 27 and 55 tokens computed so far whole pages are found; under a budget only whole chunks of 512.
+    assert found == ([0, 16, 48] if budget is None else [0, 0, 0])
+    (header,) = result["header"]
+    assert header["without_computed"] == 20 * 602
+    # The first step takes some requests together; all others find the header.
+    assert header["with_computed"] < header["without_computed"] / 2
+    assert result["lookup_ms"] > 0

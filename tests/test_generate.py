@@ -370,3 +370,13 @@ def test_a_long_prompt_has_a_bar_on_a_terminal_and_none_elsewhere(folder, tmp_pa
     terminal.until("evictions")
     assert terminal.process.wait(timeout=60) == 0
     assert "reading the prompt" not in run(folder, *words).stderr
+
+
+@pytest.mark.parametrize("switch", [(), ("--no-prefix-cache",)])
+def test_a_turn_of_a_conversation_knows_the_ones_before(folder, switch):
+    turns = "a message of some length\nand one more\n"
+    words = ("--chat", "--max-tokens", "9", "--temperature", "0", *switch)
+    done = run(folder, *words, stdin=turns)
+    assert done.returncode == 0
+    assert ("prompt tokens known from before" in done.stderr) == (not switch)
+    assert done.stdout == run(folder, *words[:5], stdin=turns).stdout

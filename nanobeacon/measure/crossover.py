@@ -21,6 +21,7 @@ from .systems import System, changed, start, systems_of
 def add_arguments(p: ArgumentParser) -> None:
     p.set_defaults(prompt_length=64, output_length=2048, repeats=1)
     p.add_argument("--batch", type=numbers, default=[1, 8], metavar="N,N", help="requests at once (1,8)")
+    p.set_defaults(shared_prefix=0)
     p.add_argument("--policies", type=names, default=["beacon"], metavar="A,B", help="default: beacon")
     p.add_argument("--budgets", type=numbers, default=[256, 512], metavar="N,N", help="default: 256,512")
     p.add_argument("--turn", type=int, default=64, help="steps until the next one's turn (default: 64)")

@@ -11,7 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata, util
 from itertools import islice
 from typing import Any
@@ -33,12 +33,14 @@ class System:
     name: str = "nanobeacon"
     policy: str = "full"
     budget: int | None = None
+    prefix_cache: bool = False  # only where prompts share a header: there is nothing to find elsewhere
 
     @property
     def label(self) -> str:
         """What tables call it: beacon 256, transformers, kvpress snapkv 256."""
         parts = (self.name.replace("nanobeacon", ""), self.policy.replace("full", ""), str(self.budget or ""))
-        return " ".join(filter(None, parts)) or "full"
+        label = " ".join(filter(None, parts)) or "full"
+        return f"{label}, prefix cache" if self.prefix_cache else label
 
 
 def systems_of(policies: list[str], budgets: list[int], others: list[str]) -> list[System]:
@@ -52,6 +54,16 @@ def systems_of(policies: list[str], budgets: list[int], others: list[str]) -> li
     for system in systems:
         settle(system.policy, system.budget)
     return systems
+
+
+def with_prefix_cache(systems: list[System]) -> list[System]:
+    """Each of the engine's own systems twice: without its prefix cache and with it."""
+    both = []
+    for system in systems:
+        both.append(system)
+        if system.name == "nanobeacon":
+            both.append(replace(system, prefix_cache=True))
+    return both
 
 
 def changed(job: Namespace, **options: Any) -> Namespace:
@@ -81,14 +93,20 @@ class Subject:
         self._load()
         # On a GPU the first run compiles kernels, those of an eviction too
         warm_up = (system.budget or 0) + WARM_UP if job.device.startswith("cuda") else WARM_UP
-        self.begin(0, min(warm_up, job.output_length))
+        self.begin(-1, min(warm_up, job.output_length))
         self.advance()
 
     def begin(self, repeat: int, output_length: int | None = None) -> None:
-        """Pose the prompts of a repeat, the same for every system."""
-        draw, job = random.Random(f"{self.job.seed} {repeat}"), self.job
-        prompts = [draw.choices(range(self.shape.vocab_size), k=job.prompt_length) for _ in range(job.batch)]
-        self._before, self._run = self._counts(), self._steps(prompts, output_length or job.output_length)
+        """Pose the prompts of a repeat, the same for every system. -1 is the warm-up, whose prompts no other
+        repeat has."""
+        job = self.job
+        draw = random.Random(f"{job.seed} {repeat}")
+        ids = range(self.shape.vocab_size)
+        header = draw.choices(ids, k=job.shared_prefix)
+        own = job.prompt_length - len(header)
+        prompts = [header + draw.choices(ids, k=own) for _ in range(job.batch)]
+        self._before = self._counts()
+        self._run = self._steps(prompts, output_length or job.output_length)
 
     def advance(self, steps: int | None = None) -> list[Step]:
         return list(islice(self._run, steps))
@@ -124,8 +142,8 @@ class Nanobeacon(Subject):
         sizes = {"page_size": PAGE, "num_pages": pages, "max_num_seqs": job.batch}
         graphs = not job.no_cuda_graphs
         eviction = {"policy": self.system.policy, "budget": budget}
-        # Without the prefix cache: the warm-up's prompts come again, and idle pages lie where seats grow
-        self.llm = LLM(job.model, cuda_graphs=graphs, prefix_cache=False, **place, **sizes, **eviction)
+        eviction["prefix_cache"] = self.system.prefix_cache
+        self.llm = LLM(job.model, cuda_graphs=graphs, **place, **sizes, **eviction)
 
     def _steps(self, prompts: list[list[int]], output_length: int) -> Iterator[Step]:
         params = SamplingParams(max_tokens=output_length, temperature=0.0, ignore_eos=True)

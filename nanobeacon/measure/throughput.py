@@ -16,7 +16,7 @@ from nanobeacon.policies import settle
 
 from . import GENERATED, TABLE_4, plots
 from .common import columns, filled, names, numbers, refuse, show, spread
-from .systems import PAGE, System, changed, pages_of, start, systems_of
+from .systems import PAGE, System, changed, pages_of, start, systems_of, with_prefix_cache
 
 DEFAULTS = dict(batch=[8], policies=["full", "beacon"], budgets=[256], vs=[], output_length=512, scale=1)
 
@@ -27,6 +27,11 @@ def add_arguments(p: ArgumentParser) -> None:
     p.add_argument("--batch", type=numbers, metavar="N,N", help="requests at once (default: 8)")
     p.add_argument("--policies", type=names, metavar="A,B", help="default: full,beacon")
     p.add_argument("--budgets", type=numbers, metavar="N,N", help="default: 256")
+    p.add_argument(
+        "--shared-prefix", type=int, default=0, metavar="N",
+        help="first tokens that all prompts of a repeat share: what the prefix cache saves (default: none)",
+    )  # fmt: skip
+    p.add_argument("--no-prefix-cache", action="store_true", help="of --shared-prefix: no rows with it")
     p.add_argument("--vs", type=names, metavar="A,B", help="transformers, kvpress")
     p.add_argument("--table4", action="store_true", help="the paper's Table 4, mostly with --preset qwen3-4b")
     p.add_argument("--scale", type=int, help="divides Table 4's batch, budget and output length")
@@ -39,6 +44,8 @@ def add_arguments(p: ArgumentParser) -> None:
 def run(options: Namespace) -> dict[str, Any]:
     """One row for each system and batch. ValueError for whatever cannot be measured."""
     if options.table4:
+        if options.shared_prefix:
+            raise ValueError("--shared-prefix: Table 4's prompts have nothing in common")
         fixed = ("max_batch", "batch", "policies", "budgets", "vs", "output_length")
         refuse(options, fixed, "Table 4 has its own; --scale divides them")
     else:
@@ -52,7 +59,14 @@ def run(options: Namespace) -> dict[str, Any]:
     asked, options = options, filled(options, DEFAULTS)
     if min(*options.batch, options.scale) < 1:
         raise ValueError(f"batch={options.batch}, scale={options.scale}: numbers of at least 1 are possible")
+    if not 0 <= options.shared_prefix <= options.prompt_length:
+        possible = f"0 to {options.prompt_length} are possible (the prompt's length)"
+        raise ValueError(f"--shared-prefix {options.shared_prefix}: {possible}")
     systems, rows = systems_of(options.policies, options.budgets, options.vs), []
+    if not options.shared_prefix:
+        refuse(asked, ("no_prefix_cache",), "only --shared-prefix has anything to find")
+    elif not options.no_prefix_cache:
+        systems = with_prefix_cache(systems)
     if not any(system.budget for system in systems):
         refuse(asked, ("budgets",), "none of the policies has a budget")
     if options.table4:
