@@ -135,7 +135,8 @@ def test_every_policy_budget_and_protection_has_a_row(model):
     for row in rows[1:]:
         kept = task.PROMPT_LENGTH if row["protect"] == "prompt" else row["protect"]
         assert row["cached_tokens"] <= kept + row["budget"] and 0 < row["output_tokens"] <= 49
-        assert row["window"] == (0 if row["policy"] == "streaming" else 16)
+        has_window = POLICIES[row["policy"]].ranking in ("queries", "random")
+        assert row["window"] == (16 if has_window else 0)
         for share in (row["look_backs"], row["whole"]):
             assert 0 <= share["low"] <= share["mean"] <= share["high"] <= 1
     split = {r["policy"]: r["split"] for r in rows if r["budget"] == 40}
@@ -198,6 +199,24 @@ def test_an_unknown_name_lists_what_is_possible(model, capsys):
         with pytest.raises(SystemExit):
             toy(model, *flags)
     assert "possible are full, beacon" in capsys.readouterr().err
+
+
+# A policy of one's own, by module and name: compared under the same window, budgets and protections.
+
+IDEAS = """
+from nanobeacon import Policy
+
+mine = Policy("mine", select="none", beacons=0, recents=0, score=lambda slots: slots.value_norms)
+"""
+
+
+def test_a_policy_of_ones_own_is_compared_under_the_same_window(model, tmp_path, monkeypatch):
+    (tmp_path / "own_ideas.py").write_text(IDEAS)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = toy(model, "--policies", "recent,own_ideas:mine", "--budgets", 40)["rows"]
+    assert [row["policy"] for row in rows] == ["recent", "own_ideas:mine"]
+    assert [row["window"] for row in rows] == [16, 16] and [row["budget"] for row in rows] == [40, 40]
+    assert rows[1]["query_bytes"] == 0 < rows[0]["query_bytes"]
 
 
 # --- selections ---

@@ -109,8 +109,8 @@ def test_policies_that_ask_nobody_have_no_buffer(name, ranking, window):
     assert (s.policy.ranking, s.window, s.capacity, s.reduces) == (ranking, window, 0, False)
 
 
-def test_the_table_is_whole_and_named():
-    assert set(POLICIES) == {*TABLE, "streaming", "random", "full"}
+def test_the_papers_policies_are_there_and_all_are_named():
+    assert {*TABLE, "streaming", "random", "full"} <= set(POLICIES)
     assert all(policy.name == name for name, policy in POLICIES.items())
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import random
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .. import LLM, SamplingParams
-from ..policies import POLICIES, EvictionSettings, Policy, settle
+from ..policies import POLICIES, EvictionSettings, Policy, policy_named, settle
 from ..reasoner import folder, task
 from ..reasoner.solve import solve, solve_forced
 from ..request import Request
@@ -35,7 +35,14 @@ FILE = dict(n=8, policies=["full", "beacon"], protect=["prompt"], window=32, bud
 OF_REASONER = ("length", "no_recitation", "teacher_forced")  # options that a file's problems do not have
 OF_FILE = ("paper", "max_tokens", "temperature", "top_p", "raw")
 PAPER = dict(temperature=0.6, top_p=0.95, top_k=0, min_p=0.0, max_tokens=32768)  # the paper's, section 5.1
-_json = partial(json.dumps, sort_keys=True, ensure_ascii=False)
+
+
+def _name_of(function: Any) -> str:
+    """What JSON has in a function's place: a policy's own score."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+_json = partial(json.dumps, sort_keys=True, ensure_ascii=False, default=_name_of)
 PROBLEM = "an object with answer (text or number) and prompt (text) or messages (each with a role)"
 FINDERS = ("fps", "random", *selections.SELECTIONS)  # of beacons
 
@@ -48,7 +55,8 @@ def add_arguments(p: ArgumentParser) -> None:
     add("--batch", type=int, default=32, help="requests that run together (default: %(default)s)")
     add("--seed", type=int, default=0, help="of problems and draws (default: %(default)s)")
     add("--n", "--runs", type=int, help="problems (default: 128); with --problems, runs of each (default: 8)")
-    add("--policies", type=listed(str, POLICIES), metavar="A,B", help="default: all; for a file full,beacon")
+    how = "module:name for one of your own (default: all; for a file full,beacon)"
+    add("--policies", type=listed(_policy_name), metavar="A,B", help=how)
     add("--budgets", type=listed(int), metavar="N,N", help="default: 48 to 256; for a file 2048")
     add("--protect", type=prompt_or_number, metavar="A,B", help="default: prompt,4; for a file prompt")
     add("--window", type=int, help="newest tokens that always stay (default: 16; for a file 32)")
@@ -69,6 +77,15 @@ def add_arguments(p: ArgumentParser) -> None:
     add("--temperature", type=float, help="default: the checkpoint's")
     add("--top-p", type=float, help="default: the checkpoint's")
     add("--raw", action="store_true", help="no chat template around a prompt")
+
+
+def _policy_name(text: str) -> str:
+    """A name of a policy that exists, checked while the command line is read."""
+    try:
+        policy_named(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _split(text: str) -> tuple[int, int]:
@@ -124,8 +141,10 @@ def cells(options: Namespace) -> list[Cell]:
 def _variants(options: Namespace) -> Iterator[tuple[str, Policy, str | None]]:
     """(label, policy, rival of FPS) of every line asked for: policies, and variants of beacon."""
     for name in options.policies:
-        windowed = POLICIES[name].ranking in ("queries", "random")
-        yield name, replace(POLICIES[name], **{"window": options.window} if windowed else {}), None
+        policy = policy_named(name)
+        if policy.ranking in ("queries", "random"):  # all that have a window get the same
+            policy = replace(policy, window=options.window)
+        yield name, policy, None
     beacon = replace(POLICIES["beacon"], window=options.window)
     for beacons, recents in options.splits:
         yield f"{beacons}:{recents}", replace(beacon, beacons=beacons, recents=recents), None
