@@ -7,6 +7,8 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import torch
@@ -16,6 +18,7 @@ from .batch import Batch
 from .cache import KVCache, QueryBuffer
 from .config import EngineConfig
 from .eviction import Evictor
+from .faults import Progress, is_out_of_memory
 from .graphs import DecodeGraphs
 from .models.decoder import Decoder
 from .pages import PagePool
@@ -81,7 +84,9 @@ class Engine:
         self.stats = Stats()
         self._arrivals = count()
         self._lock = threading.RLock()  # several threads may submit, step and abort
-        self._stepping = False
+        self._working = False  # somebody is between taking and giving back the lock
+        self._torn = False  # … or was thrown out of there, and what it left is not put right yet
+        self._plan: Plan | None = None  # the step on its way
         log.info(
             "%s on %s: %d pages of %d tokens, %.2f GB; query buffers %.1f MB",
             str(dtype).removeprefix("torch."), device, num_pages, page_size,
@@ -130,7 +135,8 @@ class Engine:
         arrival = next(self._arrivals)
         seed = self._seed_of(arrival) if params.seed is None else params.seed
         protected = settings.protected(len(prompt)) if settings else len(prompt)
-        requests = []
+        # 1. All that can be refused or fail comes before the first one is queued.
+        requests: list[Request] = []
         for completion in range(params.n):
             request = Request(arrival, prompt, params, params.max_tokens or 0, protected, completion, seed)
             request.eos_token_ids = self.eos_token_ids
@@ -141,13 +147,20 @@ class Engine:
             request.error = self._limit(request)
             if request.error:
                 request.finish_reason = "error"
-            else:
-                if self.tokenizer is not None and forced is None:
-                    request.stream = TextStream(self.tokenizer, prompt, params.stop, params.min_tokens or 0)
-                with self._lock:
-                    self.scheduler.add(request)
+            elif self.tokenizer is not None and forced is None:
+                request.stream = TextStream(self.tokenizer, prompt, params.stop, params.min_tokens or 0)
             requests.append(request)
-        return requests
+        # 2. Queued they are, or none is: whoever is interrupted here has no request to abort.
+        try:
+            with self._at_work():
+                for request in requests:
+                    if request.error is None:
+                        self.scheduler.add(request)
+            return requests
+        except BaseException:
+            for request in requests:
+                self.abort(request)
+            raise
 
     def _seed_of(self, arrival: int) -> int:
         """For a request without a seed: by the engine's seed and the arrival, fresh where there is none."""
@@ -181,33 +194,90 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now, wherever it is; what it has is kept, what it held is free."""
-        with self._lock:
+        with self._at_work():
             if request.finish_reason is None:
                 request.finish_reason = "abort"
                 self._close(request)
 
     def step(self) -> list[Request] | None:
-        """One forward pass: who got a token, None if nobody waits. If it fails, those in it end in error."""
-        with self._lock, torch.cuda.device_of(self.cache.keys):  # Triton launches on the current GPU
-            if self._stepping:  # the lock lets its own thread in
+        """One forward pass: who got a token, None if nobody waits.
+
+        Where memory runs out it is tried again in smaller parts; a request that does not fit alone ends in
+        error. Any other failure ends all that are in the step, and is raised."""
+        with self._at_work(), torch.cuda.device_of(self.cache.keys):  # Triton launches on the current GPU
+            if self._plan is not None:  # the lock lets its own thread in
                 raise RuntimeError("on_logits and logits_processor cannot use the LLM that is calling them")
             plan = self.scheduler.plan()
-            return None if plan is None else self._run_or_end(plan)
+            return None if plan is None else self._run_within_memory(plan)
 
-    def _run_or_end(self, plan: Plan) -> list[Request]:
-        self._stepping = True
-        try:
-            return self._run(plan)
-        except BaseException as error:
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """One thread at a time. Whatever exception ends its work, at whatever line (Ctrl-C comes anywhere),
+        what it left half done is put right: at once or, if that is interrupted too, before the next work."""
+        with self._lock:
+            if self._working:  # a function of the user's, called by the step that is on its way
+                yield
+                return
+            self._working = True
+            try:
+                if self._torn:
+                    self._put_right(None)
+                self._torn = True
+                yield
+                self._torn = False
+            except BaseException as error:
+                self._put_right(error)
+                raise
+            finally:
+                self._working = False
+
+    def _put_right(self, error: BaseException | None) -> None:
+        """End whoever was in the step; who holds what follows anew from those that run."""
+        plan = self._plan
+        if plan is not None:
             failed = isinstance(error, Exception)  # else somebody asked to stop
             followers = [r for r in self.scheduler.running if r.leader in plan.requests]
             for request in [r for r in plan.requests + followers if r.finish_reason is None]:
                 request.finish_reason = "error" if failed else "abort"
                 request.error = repr(error) if failed else None
-                self._close(request)
-            raise
-        finally:
-            self._stepping = False
+                self._flush_text(request)
+        self.scheduler.put_right()
+        self._plan = None
+        self._torn = False
+
+    def _run_within_memory(self, plan: Plan) -> list[Request]:
+        """Run a plan; who got a token. Until tokens are sampled a step can be undone, so where memory runs
+        out it is: a decode step is run again as two halves, the prompts of a prefill step go back to the
+        queue for smaller steps, and a request alone in its step ends."""
+        self._plan = plan
+        before = Progress.of(plan)
+        try:
+            done = self._run(plan)
+        except Exception as error:
+            if not is_out_of_memory(error) or before.answered():
+                raise
+            reason = f"memory ran out in a step of {sum(plan.lengths)} tokens: {error!r:.300}"
+        else:
+            self._plan = None
+            return done
+        # Only here, behind `except`, has the failed step let go of its memory.
+        before.restore()
+        if plan.prefill:
+            self.scheduler.try_fewer(plan)
+        self._plan = None
+        done = []
+        if len(plan.requests) == 1:
+            request = plan.requests[0]
+            request.finish_reason = "error"
+            request.error = reason
+            self._close(request)
+        elif not plan.prefill:
+            middle = len(plan.requests) // 2
+            for first, end in ((0, middle), (middle, len(plan.requests))):
+                part = plan.part(first, end)
+                if part.requests:
+                    done += self._run_within_memory(part)
+        return done
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> list[Request]:
@@ -255,13 +325,17 @@ class Engine:
             return
         for request in requests:
             prefix.insert(request)
-            row = prefix.take_row(request)
+            row = prefix.row_for(request)
             if row:
                 self.queries.copy_row(request.row, row)
+                prefix.keep_row(request)
 
     def _evict(self, going_on: list[Request], device: torch.device) -> None:
         began = time.perf_counter()
         if self.evictor.after_step(going_on):
+            for request in going_on:
+                if request.finish_reason is not None:  # it could not be evicted
+                    self._close(request)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self.stats.eviction_seconds += time.perf_counter() - began
@@ -294,9 +368,10 @@ class Engine:
         for request, row, token in zip(requests, logits, tokens, strict=True):
             if request.finish_reason is not None:
                 continue  # an earlier row of this step ended it
-            if request.on_logits is not None:
-                request.on_logits(len(request.output_token_ids), row)
-            if token < 0:
+            self._hear(request, row)
+            if request.finish_reason is not None:
+                pass  # its listener failed, or aborted it
+            elif token < 0:
                 request.finish_reason = "error"
                 request.error = "the model's logits are not finite"
             else:
@@ -304,6 +379,16 @@ class Engine:
                 self._grow_text(request, token)
             if request.finish_reason is not None:
                 self._close(request)
+
+    def _hear(self, request: Request, logits: Tensor) -> None:
+        """Let a request's listener see its logits [V]; one that fails ends its own request only."""
+        if request.on_logits is None:
+            return
+        try:
+            request.on_logits(len(request.output_token_ids), logits)
+        except Exception as error:
+            request.finish_reason = "error"
+            request.error = f"on_logits failed: {error!r}"
 
     def _sample(self, requests: list[Request], logits: Tensor) -> Tensor:
         draws, given, nth = [], {}, 0
@@ -367,6 +452,9 @@ class Engine:
     def _close(self, request: Request) -> None:
         """Release everything a finished request held, and the text that was held back."""
         self.scheduler.finish(request)
+        self._flush_text(request)
+
+    def _flush_text(self, request: Request) -> None:
         if request.stream is not None and not request.stream.stopped:
             request.pieces.append(request.stream.finish())
             if request.stream.stopped:  # what was held back completes a stop string

@@ -30,6 +30,16 @@ class EvictionEvent:
     beacons: Tensor  # int32 [L, H, n]: positions of the queries left in the buffer, -1 where a slot is empty
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What stays of the caches that one eviction takes together."""
+
+    due: Due
+    first_evictable: Tensor  # int32 [B]
+    keep: Tensor  # int32 [B, L, K, kept], slots in order of age
+    best_scores: Tensor | None  # float32 [B, L, K, kept - window]: what a policy's own score gave the best
+
+
 class Evictor:
     """Keeps every request within its budget after each step. settings None: a full cache, nothing to do."""
 
@@ -83,11 +93,13 @@ class Evictor:
     # ------------------------------------------------------------------------------------------- how
 
     def after_step(self, requests: list[Request]) -> bool:
-        """Reduce and evict what is due among the requests that go on after a step; whether anything was."""
+        """Reduce and evict what is due among the requests that go on after a step; whether anything was.
+
+        One whose eviction fails, in a policy's own `score` or for lack of memory, ends in error, alone."""
         reduce, evict = self.due(requests)
         self._reduce(reduce)
         for group in self._groups(evict):
-            self._evict(group)
+            self._evict_or_end(group)
         return bool(reduce or evict)
 
     def _groups(self, requests: list[Request]) -> list[list[Request]]:
@@ -113,8 +125,33 @@ class Evictor:
         for request in requests:
             request.buffer_count = min(request.buffer_count, beacons)
 
-    def _evict(self, requests: list[Request]) -> None:
-        """One eviction of requests that are all at their budget."""
+    def _evict_or_end(self, requests: list[Request]) -> None:
+        """One eviction of requests that are all at their budget.
+
+        Choosing changes nothing, so where it fails each request of a group is tried alone, in less memory.
+        One that fails alone ends, and so do all whose caches were left half moved."""
+        failure = None
+        try:
+            choice = self._selection(requests)
+        except Exception as error:
+            failure = _described(error)
+        # Only here has the failed try let go of its memory
+        if failure is not None and len(requests) > 1:
+            for request in requests:
+                self._evict_or_end([request])
+            return
+        if failure is None:
+            try:
+                self._move(choice)
+            except Exception as error:
+                failure = _described(error)
+        if failure is not None:
+            for request in requests:
+                request.finish_reason = "error"
+                request.error = f"its cache could not be evicted: {failure}"
+
+    def _selection(self, requests: list[Request]) -> Choice:
+        """Rank what may go and settle what stays. Changes nothing."""
         settings = self.settings
         cache = self.cache
         device = cache.keys.device
@@ -127,21 +164,35 @@ class Evictor:
         index = torch.arange(num_candidates, device=device)
         candidates = first_evictable[:, None].long() + index
         # 2. What each is worth, in every layer and KV head.
-        ranks = self.ranker.ranks(Due(requests, rows, page_table, candidates, longest))
+        due = Due(requests, rows, page_table, candidates, longest)
+        ranks = self.ranker.ranks(due)
         # 3. The best, as many as the window leaves room for; of equal ones the older. Back in order of age.
         order = ranks.sort(stable=True, dim=-1, descending=True).indices
         best = order[..., : settings.kept - settings.window].sort(-1).values
         # 4. The window stays too.
         newest = torch.arange(num_candidates, settings.budget, device=device).expand(*ranks.shape[:3], -1)
         keep = torch.cat((best, newest), dim=-1).int() + first_evictable[:, None, None, None]
+        best_scores = ranks.gather(-1, best) if settings.policy.score is not None else None
+        return Choice(due, first_evictable, keep.contiguous(), best_scores)
+
+    def _move(self, choice: Choice) -> None:
+        """Leave only what stays; the caches, their lengths and the query buffers change here."""
+        settings = self.settings
+        cache = self.cache
+        requests = choice.due.requests
         # 5. Move what stays together, right behind the protected tokens.
         self.kernels.compact(
-            cache.keys, cache.values, cache.positions, page_table, keep.contiguous(), first_evictable
+            cache.keys,
+            cache.values,
+            cache.positions,
+            choice.due.page_table,
+            choice.keep,
+            choice.first_evictable,
         )
         for request in requests:
             request.cached_length = request.protected + settings.kept
-        if settings.policy.score is not None:
-            self._remember_scores(requests, ranks.gather(-1, best))
+        if choice.best_scores is not None:
+            self._remember_scores(requests, choice.best_scores)
         # 6. Beacons and recents together are the next period's beacons.
         if settings.reduces:
             self._reduce(requests)
@@ -161,3 +212,8 @@ class Evictor:
         left = request.buffer_count if self.settings.reduces else self.queries.capacity
         beacons = self.queries.positions[request.row, ..., :left]
         return EvictionEvent(request.num_computed - 1, kept.cpu(), beacons.clone().cpu())
+
+
+def _described(error: Exception) -> str:
+    """A ValueError is written for people; of others the kind says most."""
+    return str(error) if isinstance(error, ValueError) else repr(error)

@@ -5,6 +5,7 @@ Knows prompts, texts and options; how a step runs is the engine's business. Seve
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -109,7 +110,7 @@ class LLM:
     def generate(self, prompts: Prompts, params: Params = None) -> list[Output]:
         """The completions of each prompt, in order; one that cannot run ends in "error", the others go on."""
         requests = self.submit(prompts, params)
-        with RequestBar(requests, self._progress) as bar:
+        with self._aborted_after(requests), RequestBar(requests, self._progress) as bar:
             for _ in self._run(requests, bar.after_step):
                 pass
         arrivals = list(dict.fromkeys(request.arrival for request in requests))
@@ -191,17 +192,17 @@ class LLM:
             except Exception as error:  # not the step's, which others may share, or another thread may run
                 failures.append(error)
 
-        for i, (prompt, forced) in enumerate(zip(ids, given, strict=True)):
-            params = SamplingParams(max_tokens=len(forced), logprobs=0).with_defaults(self._defaults)
-            heard = partial(hear, i) if on_logits is not None else None
-            requests += self.engine.submit(prompt, params, forced, heard)
-        refused = [f"prompts[{i}], continuations[{i}]: {r.error}" for i, r in enumerate(requests) if r.error]
-        if refused:
-            self._abort(requests)
-            raise ValueError(refused[0])
-        for _ in self.run(requests):
-            if failures:
-                raise failures[0]
+        with self._aborted_after(requests):
+            for i, (prompt, forced) in enumerate(zip(ids, given, strict=True)):
+                params = SamplingParams(max_tokens=len(forced), logprobs=0).with_defaults(self._defaults)
+                heard = partial(hear, i) if on_logits is not None else None
+                requests += self.engine.submit(prompt, params, forced, heard)
+            for i, request in enumerate(requests):
+                if request.error:
+                    raise ValueError(f"prompts[{i}], continuations[{i}]: {request.error}")
+            for _ in self.run(requests):
+                if failures:
+                    raise failures[0]
         for i, request in enumerate(requests):
             if request.error:
                 raise RuntimeError(f"prompts[{i}]: {request.error}")
@@ -224,8 +225,14 @@ class LLM:
             if p.stop:
                 self._text_needs_tokenizer("stop strings")
         ids = [self._ids(prompt) for prompt in prompts]
-        pairs = zip(ids, params, strict=True)
-        return [r for i, p in pairs for r in self.engine.submit(i, p.with_defaults(self._defaults))]
+        requests: list[Request] = []
+        try:
+            for i, p in zip(ids, params, strict=True):
+                requests += self.engine.submit(i, p.with_defaults(self._defaults))
+        except BaseException:  # Ctrl-C: nobody will run those that are queued already
+            self._abort(requests)
+            raise
+        return requests
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, str]]:
         """Run until these requests have ended; yields each with its new text (maybe "") after its steps.
@@ -251,6 +258,14 @@ class LLM:
                     yield request, piece
         finally:
             self._abort(waiting)
+
+    @contextmanager
+    def _aborted_after(self, requests: Sequence[Request]) -> Iterator[None]:
+        """However this ends, and were it by Ctrl-C: none of these requests is left queued or running."""
+        try:
+            yield
+        finally:
+            self._abort(requests)
 
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:

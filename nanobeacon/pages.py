@@ -79,6 +79,19 @@ class PagePool:
             del self.idle[page]
             self._give_back(page)
 
+    def restore(self, owners: Iterable[list[int]], kept: Iterable[int]) -> None:
+        """Begin again from who holds what and which pages are kept, whatever was left half done."""
+        held = Counter(page for pages in owners for page in pages)
+        self.kept = set(kept)
+        let_go = [*self.idle, *sorted(self.kept - self.idle.keys())]  # in the order known so far
+        self.idle = {page: None for page in let_go if page in self.kept and not held[page]}
+        self.references = [held[page] for page in range(self.num_pages)]
+        self.free_count = 0
+        self._runs = []
+        for page in range(1, self.num_pages):
+            if not held[page] and page not in self.idle:
+                self._give_back(page)
+
     def check(self, owners: Iterable[list[int]]) -> None:
         """Prove that each page is free, or idle, or referenced exactly as often as the owners hold it."""
         held = Counter(page for pages in owners for page in pages)

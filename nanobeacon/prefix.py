@@ -55,7 +55,8 @@ class PrefixCache:
         self.keeps_rows = rows is not None
         self.border = lcm(page_size, chunk) if self.keeps_rows else page_size  # in tokens
         self.shared_context = shared_context
-        self.free_rows = list(rows or ())
+        self._rows = tuple(rows or ())
+        self.free_rows = list(self._rows)
         self.kept_rows: dict[Node, None] = {}  # borders with a row, the least recently used first
         self._root = Node(0, (), None)
         self._nodes: dict[int, Node] = {}  # by page
@@ -94,19 +95,24 @@ class PrefixCache:
         request.prefix_node = node
         request.pages_inserted = whole
 
-    def take_row(self, request: Request) -> int:
+    def row_for(self, request: Request) -> int:
         """The row that shall keep the request's queries, where it stands at a border that has none; else 0.
-        The least recently used border gives up its own when all are in use."""
+        The least recently used border gives up its own when all are in use. Once the queries are there,
+        `keep_row` makes them known: a row that nothing was copied to is never found."""
         node = request.prefix_node
         stands_there = request.pages_inserted * self.page_size == request.num_computed
         if not self.keeps_rows or node is None or not stands_there or node.row or node.forgotten:
             return 0
         if not self.free_rows:
             self._drop_row(next(iter(self.kept_rows)))
-        node.row = self.free_rows.pop()
+        return self.free_rows[-1]
+
+    def keep_row(self, request: Request) -> None:
+        """Make known what `row_for` gave a row to."""
+        node = request.prefix_node
         node.row_count = request.buffer_count
+        node.row = self.free_rows.pop()
         self.kept_rows[node] = None
-        return node.row
 
     def make_room(self, count: int) -> None:
         """Forget idle pages until `count` are free, or none is left: the least recently used first, and since
@@ -174,18 +180,37 @@ class PrefixCache:
         self.free_rows.append(node.row)
         node.row = 0
 
-    def check(self) -> None:
-        """Prove that tree, pool and rows agree."""
-        seen: list[Node] = []
+    def restore(self) -> Iterable[int]:
+        """Begin again from the tree, whatever was left half done; the pages that are kept."""
+        nodes = self._reachable()
+        for node in set(self._nodes.values()).difference(nodes):
+            node.forgotten = True
+        self._nodes = {node.page: node for node in nodes}
+        with_row = [node for node in nodes if node.row]
+        used = {node.row for node in with_row}
+        recent_last = [*self.kept_rows, *with_row]
+        self.kept_rows = {node: None for node in recent_last if node.row and not node.forgotten}
+        self.free_rows = [row for row in self._rows if row not in used]
+        return self._nodes.keys()
+
+    def _reachable(self) -> list[Node]:
+        """Every page of the tree."""
+        found: list[Node] = []
         below = list(self._root.children.values())
         while below:
             node = below.pop()
-            assert node.parent.children[node.key] is node and not node.forgotten
-            seen.append(node)
+            found.append(node)
             below += node.children.values()
+        return found
+
+    def check(self) -> None:
+        """Prove that tree, pool and rows agree."""
+        seen = self._reachable()
+        for node in seen:
+            assert node.parent.children[node.key] is node and not node.forgotten
         assert {node.page: node for node in seen} == self._nodes and len(seen) == len(self._nodes)
         assert self.pool.kept == self._nodes.keys(), "pool and tree keep different pages"
         with_row = {node for node in seen if node.row}
         assert with_row == self.kept_rows.keys(), "a row is kept for a page that is forgotten"
         rows = [*self.free_rows, *(node.row for node in with_row)]
-        assert len(set(rows)) == len(rows), "a row is kept twice"
+        assert sorted(rows) == sorted(self._rows), "a row is kept twice or lost"

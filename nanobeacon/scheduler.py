@@ -2,6 +2,7 @@
 
 Knows counts and pages, never tensors, tokens' values or text. A request alone decides where it is cut."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from .pages import PagePool
 from .prefix import Found, PrefixCache
 from .request import Request
+
+log = logging.getLogger("nanobeacon")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,12 @@ class Plan:
     def one_each(self) -> bool:
         """Whether this is the common decode step, which feeds one token of each request."""
         return not self.prefill and max(self.lengths) == 1
+
+    def part(self, first: int, end: int) -> "Plan":
+        """The same for the requests [first, end), without those that have ended in the meantime."""
+        rows = zip(self.requests[first:end], self.lengths[first:end], strict=True)
+        living = [(request, length) for request, length in rows if request.finish_reason is None]
+        return Plan([request for request, _ in living], [length for _, length in living], self.prefill)
 
     def ready(self) -> dict[Request, range]:
         """Once computed: who gets output tokens, and the tokens of the batch that these follow, the last of
@@ -58,7 +67,8 @@ class Scheduler:
         self.prefix = prefix
         self.preemptions = 0
         self.prefix_tokens = 0  # that were found instead of computed
-        self.free_rows = list(range(max_num_seqs, 0, -1))  # the next one is taken from the end
+        self._rows = range(max_num_seqs, 0, -1)
+        self.free_rows = list(self._rows)  # the next one is taken from the end
         self._stretch = (pool.num_pages - 1) // max_num_seqs  # pages of the pool for each seat
         self._decode_next = False
 
@@ -137,7 +147,8 @@ class Scheduler:
             request.pages = shared + own
             self._begin_behind(request, found)
             request.pages_changed = True
-            self.running.append(self.waiting.popleft())
+            self.running.append(request)  # first here: whoever stands in both begins again after a fault
+            self.waiting.popleft()
 
     def _allocate(self, count: int, at: int) -> list[int] | None:
         """Pages of the pool, from `at` on if these are free; idle ones give way where too few are free."""
@@ -184,8 +195,8 @@ class Scheduler:
                 continue
             self._look_again(request)
             length = self.next_chunk(request)
-            if length > room:
-                break
+            if requests and length > room:
+                break  # one chunk always goes, or nobody ever would
             requests.append(request)
             lengths.append(length)
             room -= length
@@ -236,23 +247,20 @@ class Scheduler:
         """Back to the head of the queue; its keys and values are computed again later."""
         assert self.budget is None, "an evicted cache cannot be recomputed"
         self.preemptions += 1
+        self._put_back(request)
+
+    def _put_back(self, request: Request) -> None:
+        """To the head of the queue, to begin again."""
+        self.waiting.appendleft(request)  # first here, as in `_admit`
         self.running.remove(request)
         self._release(request)
-        request.num_computed = 0
-        request.cached_length = 0
-        self.waiting.appendleft(request)
+        _forget_progress(request)
 
     def _release(self, request: Request) -> None:
         """Take a request's seat and pages away."""
         self.pool.release(reversed(request.pages))  # so that idle pages are forgotten from the last one on
         self.free_rows.append(request.row)
-        request.pages = []
-        request.row = 0
-        request.buffer_count = 0
-        request.found_row = 0
-        request.prefix_node = None
-        request.pages_inserted = 0
-        request.leader = None
+        _take_holdings(request)
         # The first of those who waited for its prefill takes it over, on the pages they share, behind what is
         # known of these; what is computed again there has the same tokens.
         followers = [r for r in self.running if r.leader is request]
@@ -260,3 +268,70 @@ class Scheduler:
             follower.leader = None if follower is followers[0] else followers[0]
         if followers and self.prefix is not None:
             self._begin_behind(followers[0], self.prefix.find_among(followers[0], followers[0].pages))
+
+    # ------------------------------------------------------------------------------------- after faults
+
+    def try_fewer(self, plan: Plan) -> None:
+        """A prefill step that memory did not suffice for: its prompts, and the completions that wait for
+        them, begin again (nothing of them has been answered), and from now on a step reads at most half as
+        many tokens. A plan of one request only sends its followers back."""
+        several = len(plan.requests) > 1
+        for request in reversed(self.running):  # so that they keep their order in the queue
+            if request.leader in plan.requests or (several and request in plan.requests):
+                self._put_back(request)
+        if several:
+            self.max_prefill_tokens = sum(plan.lengths) // 2
+            log.warning("memory ran out: prefill steps of %d tokens at most", self.max_prefill_tokens)
+
+    def put_right(self) -> None:
+        """After an exception that may have come at any line: queue, seats, pages and prefix cache follow
+        anew from the requests. Those that ended are forgotten. Those that decode go on: only a step changes
+        what they have cached. The others begin again, which costs them nothing but time."""
+        # 1. Who goes on, who begins again. Whoever was on the way between both lists begins again.
+        queued = [r for r in self.waiting if r.finish_reason is None]
+        seated = [r for r in self.running if r.finish_reason is None and r not in queued]
+        going_on = [r for r in seated if r.decodes]
+        again = [r for r in seated if not r.decodes] + queued
+        self.waiting = deque(again)
+        self.running = going_on
+        for request in again:
+            _take_holdings(request)
+            _forget_progress(request)
+        # 2. What they hold is taken, all else is free.
+        taken = {request.row for request in going_on}
+        self.free_rows = [row for row in self._rows if row not in taken]
+        kept = self.prefix.restore() if self.prefix is not None else ()
+        self.pool.restore([request.pages for request in going_on], kept)
+
+    def check(self) -> None:
+        """Prove pool, prefix cache and seats against the requests."""
+        self.pool.check(r.pages for r in self.running)
+        if self.prefix is not None:
+            self.prefix.check()
+        rows = [*self.free_rows, *(r.row for r in self.running)]
+        assert sorted(rows) == sorted(self._rows), "a row has two owners or is lost"
+        housed = all(r.cached_length <= len(r.pages) * self.page_size for r in self.running)
+        assert housed, "slots without pages"
+        assert not any(r.pages or r.row for r in self.waiting), "a waiting request holds something"
+        if self.budget is not None:
+            within = all(r.cached_length <= r.protected + self.budget for r in self.running)
+            assert within, "more is cached than the budget allows"
+
+
+def _take_holdings(request: Request) -> None:
+    """From now on a request has no seat and no pages, and nobody runs its prompt for it."""
+    request.pages = []
+    request.row = 0
+    request.buffer_count = 0
+    request.found_row = 0
+    request.prefix_node = None
+    request.pages_inserted = 0
+    request.leader = None
+
+
+def _forget_progress(request: Request) -> None:
+    """Its tokens are all that it has: keys and values are computed again, and evicted from again."""
+    request.num_computed = 0
+    request.cached_length = 0
+    request.trace = []
+    request.kept_scores = None

@@ -132,8 +132,8 @@ def test_not_a_number_is_the_lowest_score(folder):
 
 @pytest.mark.parametrize("answer", [None, torch.zeros(3), [1.0]])
 def test_an_answer_of_another_shape_is_named(folder, answer):
-    with pytest.raises(ValueError, match="policy 'mine': score returned"):
-        run(folder, Policy("mine", score=lambda slots: answer, **NOBODY), [prompt_of(4)])
+    output = run(folder, Policy("mine", score=lambda slots: answer, **NOBODY), [prompt_of(4)])[1][0]
+    assert output.finish_reason == "error" and "policy 'mine': score returned" in output.error
 
 
 @pytest.mark.parametrize(
