@@ -100,8 +100,8 @@ def add_job_arguments(p: argparse.ArgumentParser) -> None:
 @contextmanager
 def settled(options: Namespace) -> Iterator[Namespace]:
     """The options with model, load, device and dtype decided; a preset is a folder as long as this lasts."""
-    from nanobeacon.checkpoint import resolve
     from nanobeacon.config import read_config
+    from nanobeacon.hub import resolve
     from nanobeacon.llm import device_of
 
     for name, least in (("prompt_length", 1), ("output_length", 2), ("repeats", 1)):

@@ -225,8 +225,8 @@ def set_threads(options: argparse.Namespace, model: str) -> None:
     """Give torch the threads that the user wants, or one for a tiny model."""
     import torch
 
-    from nanobeacon.checkpoint import resolve
     from nanobeacon.config import read_config
+    from nanobeacon.hub import resolve
     from nanobeacon.threads import threads_for
 
     most = max(os.cpu_count() or 1, torch.get_num_threads())
@@ -241,8 +241,8 @@ def set_threads(options: argparse.Namespace, model: str) -> None:
 
 def cut_to_context(options: argparse.Namespace, model: str) -> None:
     """--max-tokens beyond the context becomes what the context leaves, with a word on stderr."""
-    from nanobeacon.checkpoint import resolve
     from nanobeacon.config import read_config
+    from nanobeacon.hub import resolve
 
     if options.max_tokens is None:
         return

@@ -1,9 +1,12 @@
-"""A model's files: hub id or folder -> safetensors -> views of the model's parameters, complete or one error.
+"""The tensors of a folder: safetensors -> views of a model's parameters, complete or one error.
 
 It knows nothing about architectures: names and shapes come with the views. Only safetensors are read, those
-that the index names or model.safetensors alone, and headers are checked before any data is read."""
+that the index names or model.safetensors alone, and headers are checked before any data is read. Names may
+have a prefix of their own (`module.`, `_orig_mod.`) or lack `model.`; they are told as the views tell them.
+"""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -16,40 +19,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from .config import field, read_json, require
+from .config import read_json, require
+from .hub import INDEX
 
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-SMALL_FILES = "config.json generation_config.json tokenizer* special_tokens_map.json chat_template*".split()
+WEIGHTS = "model.safetensors"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 BLOCK_BYTES = 4 << 20  # what loading holds beside the model
-
-
-def resolve(model: str | Path, config_only: bool = False) -> Path:
-    """A folder as it is, or a hub repository's snapshot, cached or downloaded (config_only: without weights).
-    ValueError, one line, for what is neither or cannot be had."""
-    require(isinstance(model, str | Path), "model", model, "a folder or a repository id")
-    name = os.path.expanduser(model)
-    if name and os.path.isdir(name):
-        return Path(name)
-    no_id = isinstance(model, Path) or name[:1] in ("", ".", "/", "~") or name.count("/") > 1
-    if no_id or os.path.exists(name):
-        raise ValueError(f"model {name!r} is no folder; possible are a folder and a repository id of the hub")
-    from huggingface_hub import errors, snapshot_download  # slow to import, and not needed for a folder
-
-    wanted = SMALL_FILES if config_only else [*SMALL_FILES, INDEX, "model*.safetensors"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
-    except errors.HFValidationError:
-        reason = "no folder and no valid repository id"
-    except errors.GatedRepoError:
-        reason = "gated: accept its terms on the hub, then log in with `hf auth login`"
-    except errors.RepositoryNotFoundError:
-        reason = "no folder and, as far as this login sees, no repository of the hub"
-    except errors.LocalEntryNotFoundError:
-        reason = "no folder and not wholly in the hub's cache, and the hub cannot be reached"
-    except Exception as error:  # the network has too many to list
-        reason = f"not to be had from the hub: {type(error).__name__}: {' '.join(str(error).split()):.300}"
-    raise ValueError(f"model {name!r} is {reason}")
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+ANCHOR = "layers.0.input_layernorm.weight"  # every decoder has it: what stands before it is the prefix
+COMPILED = "_orig_mod."  # what torch.compile puts before, or into, the names of what it has compiled
+log = logging.getLogger("nanobeacon")
 
 
 @dataclass(frozen=True)
@@ -71,25 +51,41 @@ class Part:
 
 
 class Checkpoint:
-    """The headers of a folder's safetensors. ValueError for what is missing, broken or contradictory."""
+    """The headers of a folder's safetensors. ValueError for what is missing, broken or contradictory.
+
+    `tensors` has the names that a model's views have, whatever prefix the files give them.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.tensors: dict[str, TensorInfo] = {}
+        found: dict[str, TensorInfo] = {}
+        # 1. The headers of all files that count.
         weight_map = _weight_map(self.folder)
         for file in sorted(set(weight_map.values())) or [WEIGHTS]:
             header = _header(self.folder / file)
-            lost = [name for name, shard in weight_map.items() if shard == file and name not in header]
-            require(not lost, f"{INDEX}: a tensor of {file}", _shortened(lost), "in that file")
-            twice = header.keys() & self.tensors.keys()
+            twice = header.keys() & found.keys()
             require(not twice, f"{self.folder / file}: a tensor", _shortened(twice), "in one file only")
-            self.tensors |= header
+            found |= header
+        # 2. Under the names that a model has for them.
+        prefix = _prefix(found)
+        self.tensors = {_plain_name(name, prefix): info for name, info in found.items()}
+        merged = len(found) - len(self.tensors)
+        require(merged == 0, f"{self.folder}: tensors whose names differ in a prefix only", merged, "0")
+        # 3. What the index promises and no file has; an error only if the model needs it.
+        self.promised = {
+            _plain_name(name, prefix): file for name, file in weight_map.items() if name not in found
+        }
 
     @property
     def dtype(self) -> str:
         """What most tensors are stored in, in config.json's words."""
         kind = mode(info.dtype for info in self.tensors.values())
         return {"BF16": "bfloat16", "F16": "float16"}.get(kind, "float32")
+
+    def tie(self) -> None:
+        """Embedding and head are one matrix: one that was saved under the head's name is the embedding's."""
+        if EMBEDDING not in self.tensors and HEAD in self.tensors:
+            self.tensors[EMBEDDING] = self.tensors.pop(HEAD)
 
     def rows(self, name: str, dtype: torch.dtype) -> "Rows | None":
         """A matrix left in its file, whose rows are read when they are asked for; None for another dtype."""
@@ -119,37 +115,84 @@ def load_into(
     parts: Mapping[str, Part] | None = None,
 ) -> None:
     """Copy each tensor of the checkpoint into the view of its name, on any device, cast to the view's dtype.
-    A name in `parts` has a view for a part of its tensor, and the file is read there alone.
-    ValueError, before the first copy, with all that is missing, unexpected, misshapen or quantised. Takes
-    a few MB beside the model. progress: a bar on stderr."""
-    # Old Llama files hold RoPE's frequencies too
-    tensors = {k: info for k, info in checkpoint.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
+
+    A name in `parts` has a view for a part of its tensor, and the file is read there alone. ValueError,
+    before the first copy, with all that is missing, unexpected, misshapen or quantised; tensors that no part
+    of a decoder wants (a value head, scales of a cache) are named in one warning. Takes a few MB beside the
+    model. progress: a bar on stderr.
+    """
     parts = parts or {}
-    both = [
-        (name, tensors[name].shape, _whole_shape(view, parts.get(name)))
-        for name, view in views.items()
-        if name in tensors
-    ]
-    misshapen = [f"{name} {ours} instead of {wanted}" for name, ours, wanted in both if ours != wanted]
-    quantised = [f"{name} {info.dtype}" for name, info in tensors.items() if info.dtype not in DTYPES]
-    problems = {"missing": views.keys() - tensors.keys(), "unexpected": tensors.keys() - views.keys()}
-    problems |= {"misshapen": misshapen, "not float, so quantised": quantised}
-    found = "; ".join(f"{what}: {_shortened(names)}" for what, names in problems.items() if names)
+    wanted = {name: info for name, info in checkpoint.tensors.items() if name in views}
+    found = _misfits(views, checkpoint, parts)
     if found:
         raise ValueError(f"the tensors of {checkpoint.folder} do not fit the model; {found}")
-    total = sum(views[name].numel() * DTYPES[info.dtype].itemsize for name, info in tensors.items())
+    aside = [name for name in checkpoint.tensors.keys() - views.keys() if not _is_frequency(name)]
+    if aside:
+        log.warning("%s: no part of the model wants %s: left aside", checkpoint.folder, _shortened(aside))
+    total = sum(views[name].numel() * DTYPES[info.dtype].itemsize for name, info in wanted.items())
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not progress) as bar:
-        for name, info in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+        for name, info in sorted(wanted.items(), key=lambda item: (item[1].file, item[1].offset)):
             _fill(views[name], info, bar.update, parts.get(name))
 
 
-def generation_defaults(folder: str | Path) -> dict[str, float]:
-    """How generation_config.json samples: temperature, top_k, top_p, min_p; or temperature 0 alone."""
-    raw = read_json(Path(folder, "generation_config.json"), optional=True)
-    if not field(raw, "do_sample", bool, False):
-        return {"temperature": 0.0}
-    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return {name: field(raw, name, type(default), default, 0) for name, default in usual.items()}
+def _misfits(views: Mapping[str, Tensor], checkpoint: Checkpoint, parts: Mapping[str, Part]) -> str:
+    """All that keeps the tensors from filling the views, in one line; empty if they do."""
+    tensors = checkpoint.tensors
+    missing = []
+    misshapen = []
+    quantised = []
+    for name, view in views.items():
+        if name not in tensors:
+            promised = checkpoint.promised.get(name)
+            missing.append(name if promised is None else f"{name} ({INDEX} has it in {promised})")
+            continue
+        needed = _whole_shape(view, parts.get(name))
+        if tensors[name].shape != needed:
+            misshapen.append(f"{name} {tensors[name].shape} instead of {needed}")
+        if tensors[name].dtype not in DTYPES:
+            quantised.append(f"{name} {tensors[name].dtype}")
+    problems = {
+        "missing": missing,
+        "unexpected": [name for name in tensors.keys() - views.keys() if _changes_the_model(name)],
+        "misshapen": misshapen,
+        "not float, so quantised": quantised,
+    }
+    return "; ".join(f"{what}: {_shortened(names)}" for what, names in problems.items() if names)
+
+
+def _changes_the_model(name: str) -> bool:
+    """Whether a tensor that has no place here says that the checkpoint's decoder computes something else:
+    weights and biases inside it do; what hangs beside it (v_head, score) or is a constant does not."""
+    return name.startswith("model.") and name.endswith((".weight", ".bias"))
+
+
+def _is_frequency(name: str) -> bool:
+    """Old Llama files hold RoPE's frequencies too, which every decoder computes."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _prefix(names: Collection[str]) -> str | None:
+    """What a file puts before the decoder's names: "model.", "module.model.", or "" where there is nothing.
+
+    None where no name is a decoder's."""
+    for name in names:
+        plain = name.replace(COMPILED, "")
+        if plain == ANCHOR or plain.endswith(f".{ANCHOR}"):
+            return plain.removesuffix(ANCHOR)
+    return None
+
+
+def _plain_name(name: str, prefix: str | None) -> str:
+    """A tensor's name as a model has it: `model.layers.…`, `lm_head.weight`."""
+    name = name.replace(COMPILED, "")
+    if prefix is None:
+        return name
+    if prefix == "":
+        inside = name.split(".")[0] in ("embed_tokens", "layers", "norm")
+        return f"model.{name}" if inside else name
+    if name.startswith(prefix):
+        return f"model.{name.removeprefix(prefix)}"
+    return name.removeprefix(prefix.removesuffix("model."))  # the head stands beside the decoder
 
 
 def _whole_shape(view: Tensor, part: Part | None) -> tuple[int, ...]:
@@ -203,22 +246,41 @@ def _header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, by the index; empty where model.safetensors is all. The files are there."""
-    if (index := folder / INDEX).exists():
-        files = read_json(index).get("weight_map")
-        named = isinstance(files, dict) and files and all(isinstance(file, str) for file in files.values())
-        require(named, f"{index}: weight_map", files, "an object of tensor and file names")
-        paths = {file: PureWindowsPath(file) for file in files.values()}  # splits at / and \ alike
-        outside = [file for file, path in paths.items() if path.anchor or ".." in path.parts]
-        require(not outside, f"{index}: weight_map", _shortened(outside), "inside the folder")
-        missing = [file for file in paths if not (folder / file).is_file()]
-        require(not missing, f"{index}: a shard", _shortened(missing), "there, and is missing")
-        return files
-    if not (folder / WEIGHTS).is_file():
-        pickles = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")]
-        why = f", only {_shortened(pickles)}: pickle can run code when loaded; convert it" if pickles else ""
-        raise ValueError(f"{folder} has no {WEIGHTS} and no {INDEX}{why}")
-    return {}
+    """Tensor name -> file name, by the index; empty where model.safetensors is all. The files are there.
+
+    A single file that an index beside it does not name is newer than that index, and comes first."""
+    index = folder / INDEX
+    single = (folder / WEIGHTS).is_file()
+    if not index.exists():
+        _require_weights(folder, single)
+        return {}
+    files = _indexed(index)
+    if single and WEIGHTS not in files.values():
+        log.warning("%s: %s is loaded; %s, which does not name it, is left aside", folder, WEIGHTS, INDEX)
+        return {}
+    missing = [file for file in set(files.values()) if not (folder / file).is_file()]
+    require(not missing, f"{index}: a shard", _shortened(missing), "there, and is missing")
+    return files
+
+
+def _require_weights(folder: Path, single: bool) -> None:
+    """ValueError for a folder without weights that can be read, and why others cannot."""
+    if single:
+        return
+    pickles = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")]
+    why = f", only {_shortened(pickles)}: pickle can run code when loaded; convert it" if pickles else ""
+    raise ValueError(f"{folder} has no {WEIGHTS} and no {INDEX}{why}")
+
+
+def _indexed(index: Path) -> dict[str, str]:
+    """The index's weight_map, checked: names of files inside the folder."""
+    files = read_json(index).get("weight_map")
+    named = isinstance(files, dict) and files and all(isinstance(file, str) for file in files.values())
+    require(named, f"{index}: weight_map", files, "an object of tensor and file names")
+    paths = {file: PureWindowsPath(file) for file in files.values()}  # splits at / and \ alike
+    outside = [file for file, path in paths.items() if path.anchor or ".." in path.parts]
+    require(not outside, f"{index}: weight_map", _shortened(outside), "inside the folder")
+    return files
 
 
 def _shortened(names: Collection[str], most: int = 8) -> str:

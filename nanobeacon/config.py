@@ -1,22 +1,107 @@
 """What a checkpoint's JSON says about its model: defaults resolved, values checked, the unsupported refused.
 
-It knows nothing about tensors (a checkpoint's are names here), devices or the hub, and imports no torch."""
+Three tables say it: FAMILIES (what differs between decoders), FIELDS (which numbers are read) and ROPE_KINDS.
+It knows nothing about tensors (a checkpoint's are names here), devices or the hub, and imports no torch.
+"""
 
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .policies import EvictionSettings, check, check_whole
 
-FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-MOST_LAYERS = 10_000  # no model has as many; a hostile number must not build layers for ever
 DTYPES = ("bfloat16", "float16", "float32")
-# RoPE kind -> the numbers it takes from the file; those of REQUIRED must be there
-REQUIRED = ("factor", "low_freq_factor", "high_freq_factor")
-ROPE_KINDS = {"default": "", "linear": "factor", "dynamic": "factor", "llama3": " ".join(REQUIRED)}
-ROPE_KINDS |= {"yarn": "factor attention_factor mscale mscale_all_dim beta_fast beta_slow"}
+NEEDED = object()  # the default of a field that has none
+LARGEST = 2**53  # numbers beyond it are no longer whole in a float
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the decoders of one architecture differ from the others': one row of flags."""
+
+    name: str  # model_type in config.json
+    qkv_bias: bool = False  # q, k and v have biases whatever the file says
+    may_bias_o: bool = True  # where attention_bias or the tensors say so
+    may_bias_mlp: bool = False  # where mlp_bias or the tensors say so
+    qk_norm: bool = False  # q and k are normed, head by head, before RoPE
+    head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
+    window: str = "switched"  # what sliding_window means; one of WINDOWS
+
+
+WINDOWS = (
+    "switched",  # on where use_sliding_window says so, in the layers from max_window_layers on: refused
+    "on",  # on wherever it is there: refused
+    "all layers",  # the same, in every layer: works for requests that stay within the window
+)
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", may_bias_mlp=True, window="on"),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, may_bias_o=False),
+    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128),
+    "MistralForCausalLM": Family("mistral", window="all layers"),
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A value of config.json: its name there, its kind, what is possible, what it is where it is missing."""
+
+    name: str
+    kind: type = int  # int, float or bool
+    default: Any = NEEDED
+    least: float = 1
+    most: float = LARGEST  # beyond any model, so that a hostile number neither loops nor allocates
+
+    def of(self, raw: dict) -> Any:
+        """The value in `raw`; missing or null: the default. ValueError without one, or for a wrong value."""
+        value = raw.get(self.name)
+        if value is None and self.default is not NEEDED:
+            return self.default
+        if self.kind is bool:
+            require(isinstance(value, bool), self.name, value, "true or false")
+            return value
+        number = isinstance(value, (int, self.kind)) and not isinstance(value, bool)
+        possible = number and self.least <= value <= self.most  # NaN and infinity fail here
+        upper = "" if self.most == LARGEST else f", at most {self.most}"
+        require(possible, self.name, value, f"{self.kind.__name__} >= {self.least}{upper}")
+        return self.kind(value)
+
+
+# ModelConfig's field -> where it stands in config.json
+FIELDS = {
+    "num_layers": Field("num_hidden_layers", most=10_000),
+    "hidden_size": Field("hidden_size", most=1 << 20),
+    "intermediate_size": Field("intermediate_size", most=1 << 22),
+    "num_heads": Field("num_attention_heads", most=1 << 14),
+    "vocab_size": Field("vocab_size", most=1 << 20),
+    "rms_norm_eps": Field("rms_norm_eps", float, least=0),
+    "tied": Field("tie_word_embeddings", bool, default=False),
+}
+
+
+@dataclass(frozen=True)
+class RopeKind:
+    """Which numbers a kind of RoPE takes from the file."""
+
+    needs: tuple[str, ...] = ()
+    may_have: tuple[str, ...] = ()
+    needs_original: bool = False  # original_max_position_embeddings must be said
+    stretches: bool = False  # the context becomes the original one times the factor
+
+
+ROPE_KINDS = {
+    "default": RopeKind(),
+    "linear": RopeKind(needs=("factor",), stretches=True),
+    "dynamic": RopeKind(needs=("factor",), stretches=True),
+    "llama3": RopeKind(needs=("factor", "low_freq_factor", "high_freq_factor"), needs_original=True),
+    "yarn": RopeKind(
+        needs=("factor",),
+        may_have=("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+        stretches=True,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +122,9 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    family: str  # one of FAMILIES' values
+    """What the engine must know of a model; sizes as in config.json, all settled."""
+
+    family: str  # the name of one of FAMILIES
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -56,6 +143,7 @@ class ModelConfig:
     dtype: str | None = None  # one of DTYPES, or None where the file does not say
     eos_token_ids: tuple[int, ...] = ()  # without the tokenizer's
     bos_token_id: int | None = None
+    sliding_window: int | None = None  # requests must not become longer than that
 
 
 def read_json(path: Path, optional: bool = False) -> dict:
@@ -63,12 +151,13 @@ def read_json(path: Path, optional: bool = False) -> dict:
     if optional and not path.exists():
         return {}
     try:
-        if isinstance(content := json.loads(path.read_text(encoding="utf-8")), dict):
-            return content
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         kind = "" if isinstance(error, OSError) else " as JSON"
         raise ValueError(f"{path} cannot be read{kind}: {error}") from None
-    raise ValueError(f"{path} must hold a JSON object, not {content!r:.80}")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {content!r:.80}")
+    return content
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -79,49 +168,61 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
     """From the content of the two files. ValueError names field, value and what is possible."""
-    named = raw.get("architectures") or [name for name in FAMILIES if FAMILIES[name] == raw.get("model_type")]
-    known = [name for name in FAMILIES if isinstance(named, list) and name in named]
-    require(len(known) == 1, "architectures", raw.get("architectures"), f"one of {', '.join(FAMILIES)}")
-    family, get = FAMILIES[known[0]], partial(field, raw)
-    layers, hidden, heads = get("num_hidden_layers"), get("hidden_size"), get("num_attention_heads")
-    require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"at most {MOST_LAYERS}")
-    kv_heads = get("num_key_value_heads", default=heads)
-    require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of {heads} attention heads")
-    head_dim = get("head_dim", default=128 if family == "qwen3" else hidden / heads)  # maybe a fraction
-    require(head_dim % 2 == 0, "head_dim (or hidden_size / num_attention_heads)", head_dim, "an even integer")
-    dtype, quantization = raw.get("dtype") or raw.get("torch_dtype"), raw.get("quantization_config")
+    # 1. Whose decoder it is, and that it is one we compute: float weights, SiLU.
+    family = _family(raw)
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
     require(dtype in (None, *DTYPES), "dtype", dtype, f"one of {', '.join(DTYPES)}")
-    require(quantization is None, "quantization_config", quantization, "absent: bf16, fp16 or fp32 only")
     require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
-    # Qwen's window is off unless switched on, and begins at max_window_layers; layer_types overrules both
-    window, types = raw.get("sliding_window"), raw.get("layer_types")
-    slides = get("use_sliding_window", bool, family == "llama") and window is not None
-    slides = slides and (family == "llama" or get("max_window_layers", default=28, least=0) < layers)
-    if isinstance(types, list) and types:
-        slides = len(types) != layers or any(kind != "full_attention" for kind in types)
-    require(not slides, "sliding_window", (window, types), "off in all layers")
-    rope, context = _rope(raw, get("max_position_embeddings"))
-    # From here on in the order of ModelConfig's fields
-    sizes = (layers, hidden, get("intermediate_size"), heads, kv_heads, int(head_dim), get("vocab_size"))
-    eps, tied = get("rms_norm_eps", float, least=0), get("tie_word_embeddings", bool, False)
-    bias, mlp_bias = get("attention_bias", bool, False), family == "llama" and get("mlp_bias", bool, False)
-    bias = (bias or family == "qwen2", bias and family != "qwen2", mlp_bias)
-    eos = [ids for file in (raw, generation or {}) if (ids := file.get("eos_token_id")) is not None]
-    eos = [one for ids in eos for one in (ids if isinstance(ids, list) else [ids])]
-    eos = tuple(sorted({field({"eos_token_id": one}, "eos_token_id", least=0) for one in eos}))
-    bos = get("bos_token_id", default=None, least=0)
-    return ModelConfig(family, *sizes, eps, context, tied, *bias, family == "qwen3", rope, dtype, eos, bos)
+    _refuse_quantization(raw)
+    # 2. Sizes.
+    sizes = {name: field.of(raw) for name, field in FIELDS.items()}
+    num_heads = sizes["num_heads"]
+    num_kv_heads = Field("num_key_value_heads", default=num_heads, most=num_heads).of(raw)
+    divides = num_heads % num_kv_heads == 0
+    require(divides, "num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} attention heads")
+    head_dim = _head_dim(raw, family, sizes["hidden_size"], num_heads)
+    # 3. Positions.
+    context = Field("max_position_embeddings").of(raw)
+    window = _sliding_window(raw, family, sizes["num_layers"])
+    rope, context = _rope(raw, context)
+    # 4. Biases: what the file says, where the family has a place for it.
+    attention_bias = Field("attention_bias", bool, default=False).of(raw)
+    mlp_bias = family.may_bias_mlp and Field("mlp_bias", bool, default=False).of(raw)
+    return ModelConfig(
+        family=family.name,
+        **sizes,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        qkv_bias=family.qkv_bias or attention_bias,
+        o_bias=family.may_bias_o and attention_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=family.qk_norm,
+        rope=rope,
+        dtype=dtype,
+        eos_token_ids=_eos_token_ids(raw, generation or {}),
+        bos_token_id=_token_id(raw, "bos_token_id"),
+        sliding_window=window,
+    )
 
 
 def config_for_tensors(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """The config as a checkpoint's tensor names have it: own head, biases. ValueError for a missing head."""
+    (family,) = [family for family in FAMILIES.values() if family.name == config.family]
     own_head = "lm_head.weight" in names
     require(own_head or config.tied, "tie_word_embeddings", False, "true, as there is no lm_head.weight")
+    # A bias for which the family has no place stays unexpected, and the loader says so.
     biased = {name.split(".")[-2].removesuffix("_proj") for name in names if name.endswith("_proj.bias")}
-    qkv_bias = config.qkv_bias or not biased.isdisjoint("qkv")
-    o_bias = config.o_bias or (config.family != "qwen2" and "o" in biased)
-    mlp_bias = config.mlp_bias or (config.family == "llama" and not biased.isdisjoint(("gate", "up", "down")))
-    return replace(config, tied=not own_head, qkv_bias=qkv_bias, o_bias=o_bias, mlp_bias=mlp_bias)
+    has_qkv_bias = not biased.isdisjoint(("q", "k", "v"))
+    has_o_bias = family.may_bias_o and "o" in biased
+    has_mlp_bias = family.may_bias_mlp and not biased.isdisjoint(("gate", "up", "down"))
+    return replace(
+        config,
+        tied=not own_head,
+        qkv_bias=config.qkv_bias or has_qkv_bias,
+        o_bias=config.o_bias or has_o_bias,
+        mlp_bias=config.mlp_bias or has_mlp_bias,
+    )
 
 
 def share_of(config: ModelConfig, ranks: int) -> ModelConfig:
@@ -146,43 +247,118 @@ def share_of(config: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def require(condition: bool, name: str, value: object, wanted: str) -> None:
+    """ValueError naming a field of a file, its value and what is possible."""
     if not condition:
         raise ValueError(f"{name} is {value!r:.200}; it must be {wanted}")
 
 
-def field(raw: dict, name: str, kind: type = int, default=..., least: float = 1):
-    """raw[name] as int, float or bool; missing or null: the default. ValueError without one, or if wrong."""
-    value = raw.get(name)
-    if value is None and default is not ...:
-        return default
-    right = isinstance(value, (int, kind)) and isinstance(value, bool) == (kind is bool)  # a bool is an int
-    right = right and (kind is bool or least <= value <= 2**53)  # NaN and infinity fail here
-    require(right, name, value, "true or false" if kind is bool else f"{kind.__name__} >= {least}")
-    return kind(value)
+def _family(raw: dict) -> Family:
+    """By `architectures`; older files have only model_type."""
+    named = raw.get("architectures")
+    if not named:
+        named = [name for name, family in FAMILIES.items() if family.name == raw.get("model_type")]
+    known = [name for name in FAMILIES if isinstance(named, list) and name in named]
+    require(len(known) == 1, "architectures", raw.get("architectures"), f"one of {', '.join(FAMILIES)}")
+    return FAMILIES[known[0]]
+
+
+def _refuse_quantization(raw: dict) -> None:
+    """Quantised weights are refused. bitsandbytes quantises while it loads, so that its entry also stands
+    beside plain weights: there the tensors decide."""
+    found = raw.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    possible = found is None or method == "bitsandbytes"
+    require(possible, "quantization_config", found, "absent: bf16, fp16 or fp32 only")
+
+
+def _head_dim(raw: dict, family: Family, hidden_size: int, num_heads: int) -> int:
+    """The file's, else the family's own, else an equal share of the hidden size."""
+    share = hidden_size / num_heads  # maybe a fraction, which is then refused
+    head_dim = Field("head_dim", default=family.head_dim or share, most=1 << 14).of(raw)
+    require(head_dim % 2 == 0, "head_dim (or hidden_size / num_attention_heads)", head_dim, "an even integer")
+    return int(head_dim)
+
+
+def _sliding_window(raw: dict, family: Family, num_layers: int) -> int | None:
+    """How far back every layer sees, None for all the way. ValueError where only some layers are bounded."""
+    window = raw.get("sliding_window")
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list) and kinds:  # these overrule all else
+        full = len(kinds) == num_layers and all(kind == "full_attention" for kind in kinds)
+        require(full, "sliding_window", (window, kinds), "off in all layers")
+        return None
+    switched_on = Field("use_sliding_window", bool, default=family.window != "switched").of(raw)
+    if window is None or not switched_on:
+        return None
+    if family.window == "all layers":
+        return Field("sliding_window").of(raw)
+    first = 0 if family.window == "on" else Field("max_window_layers", default=28, least=0).of(raw)
+    require(first >= num_layers, "sliding_window", window, "off in all layers")
+    return None
+
+
+def _token_id(raw: dict, name: str) -> int | None:
+    """A token id; -1 means none, as in files of some converters."""
+    found = Field(name, default=None, least=-1).of(raw)
+    return None if found == -1 else found
+
+
+def _eos_token_ids(*files: dict) -> tuple[int, ...]:
+    """The union of what the files say: an id or a list of them."""
+    found = set()
+    for file in files:
+        ids = file.get("eos_token_id")
+        if ids is None:
+            continue
+        for one in ids if isinstance(ids, list) else [ids]:
+            require(one is not None, "eos_token_id", ids, "token ids")
+            found.add(_token_id({"eos_token_id": one}, "eos_token_id"))
+    return tuple(sorted(found - {None}))
 
 
 def _rope(raw: dict, context: int) -> tuple[RopeConfig, int]:
     """RoPE of either spelling, and what its scaling makes of `context`, which is max_position_embeddings."""
-    old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    values = _rope_values(raw)
+    # 1. The kind, and that all of a head is rotated.
+    part = values["partial_rotary_factor"]
+    require(part in (None, 1), "partial_rotary_factor", part, "1")
+    name = values.get("rope_type") or values.get("type") or "default"
+    require(name in tuple(ROPE_KINDS), "rope_type", name, f"one of {', '.join(ROPE_KINDS)}")
+    kind = ROPE_KINDS[name]
+    # 2. Its numbers.
+    rope = RopeConfig(
+        kind=name,
+        theta=Field("rope_theta", float, default=10000.0, least=2).of(values),
+        truncate=Field("truncate", bool, default=True).of(values),
+    )
+    numbers = {number: Field(number, float, least=1e-6).of(values) for number in kind.needs}
+    for number in kind.may_have:
+        numbers[number] = Field(number, float, default=getattr(rope, number), least=1e-6).of(values)
+    rope = replace(rope, **numbers)
+    fits = rope.factor >= 1 and rope.low_freq_factor < rope.high_freq_factor
+    fits = fits and rope.beta_slow <= rope.beta_fast
+    wanted = "of factor >= 1, low_freq_factor < high_freq_factor, beta_slow <= beta_fast"
+    require(fits, "RoPE", rope, wanted)
+    # 3. The context before scaling, and after it.
+    original_default = NEEDED if kind.needs_original else context
+    original = Field("original_max_position_embeddings", default=original_default).of(values)
+    stretched = max(context, int(original * rope.factor)) if kind.stretches else context
+    if name == "dynamic":  # as in transformers, its base grows from max_position_embeddings on
+        original = context
+    return replace(rope, original_max_position_embeddings=original), stretched
+
+
+def _rope_values(raw: dict) -> dict:
+    """rope_scaling (older files) or rope_parameters (since transformers 5), over what stands beside them."""
+    old = raw.get("rope_scaling") or {}
+    new = raw.get("rope_parameters") or {}
     for name, spelling in (("rope_scaling", old), ("rope_parameters", new)):
         flat = isinstance(spelling, dict) and not any(isinstance(value, dict) for value in spelling.values())
         require(flat, name, spelling, "one object for all layers")
-    require(not new or old.items() <= new.items(), "rope_scaling", old, f"part of rope_parameters {new}")
-    top = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    get = partial(field, values := {name: raw.get(name) for name in top} | old | new)
-    part, kind = values["partial_rotary_factor"], values.get("rope_type") or values.get("type") or "default"
-    require(part in (None, 1), "partial_rotary_factor", part, "1")
-    require(kind in tuple(ROPE_KINDS), "rope_type", kind, f"one of {', '.join(ROPE_KINDS)}")
-    rope = RopeConfig(kind, get("rope_theta", float, 10000.0, 2), truncate=get("truncate", bool, True))
-    numbers = {name: ... if name in REQUIRED else getattr(rope, name) for name in ROPE_KINDS[kind].split()}
-    rope = replace(rope, **{name: get(name, float, default, 1e-6) for name, default in numbers.items()})
-    right = rope.low_freq_factor < rope.high_freq_factor and rope.beta_slow <= rope.beta_fast
-    wanted = "of factor >= 1, low_freq_factor < high_freq_factor, beta_slow <= beta_fast"
-    require(right and rope.factor >= 1, "RoPE", rope, wanted)
-    original = get("original_max_position_embeddings", default=... if kind == "llama3" else context)
-    # As in transformers, the base of dynamic grows from max_position_embeddings on, whatever the original
-    rope = replace(rope, original_max_position_embeddings=context if kind == "dynamic" else original)
-    return rope, context if kind in ("default", "llama3") else max(context, int(original * rope.factor))
+    agree = not new or old.items() <= new.items()
+    require(agree, "rope_scaling", old, f"part of rope_parameters {new}")
+    beside = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    return {name: raw.get(name) for name in beside} | old | new
 
 
 @dataclass(frozen=True)
@@ -200,6 +376,7 @@ class EngineConfig:
     eviction: EvictionSettings | None = None
     trace: bool = False
     prefix_cache: bool = True
+    usual_max_tokens: int | None = None  # the checkpoint's, for requests that leave it open
 
     def __post_init__(self) -> None:
         for name in ("seed", "max_num_seqs", "max_model_len", "page_size", "num_pages", "chunk"):
@@ -213,7 +390,12 @@ class EngineConfig:
             value = getattr(self, name)
             check(isinstance(value, bool), name, value, "True or False is possible")
 
-    def check_length(self, context: int) -> None:
-        """max_model_len can only lower what the model's positions allow."""
+    def check_length(self, model: ModelConfig) -> None:
+        """max_model_len can only lower what the model's positions allow, and must where a window slides."""
+        context = model.max_position_embeddings
         allowed = f"the model's positions allow {context}, RoPE scaling counted in"
         check((self.max_model_len or 0) <= context, "max_model_len", self.max_model_len, allowed)
+        window = model.sliding_window
+        if window is not None:
+            within = f"the model's sliding_window is {window}, and only requests within it work: up to that"
+            check((self.max_model_len or context) <= window, "max_model_len", self.max_model_len, within)

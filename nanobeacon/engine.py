@@ -186,7 +186,8 @@ class Engine:
             return f"{len(prompt)} prompt tokens and {asked} new ones were asked for; {possible}"
         slots = (self.pool.num_pages - 1) * self.config.page_size
         if not request.max_tokens:
-            request.max_tokens = left if self.config.eviction else min(left, max(1, slots - len(prompt)))
+            most = left if self.config.eviction else min(left, max(1, slots - len(prompt)))
+            request.max_tokens = min(most, self.config.usual_max_tokens or most)
         if not self.scheduler.fits(request):
             needed = f"the cache must hold {self.scheduler.tokens_held(request)} tokens for this request"
             return f"{needed} and has {slots} slots; fewer tokens, a budget or more num_pages help"

@@ -6,19 +6,22 @@ Knows prompts, texts and options; how a step runs is the engine's business. Seve
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, generation_defaults, load_into, resolve
+from .checkpoint import EMBEDDING, Checkpoint, load_into
 from .config import EngineConfig, config_for_tensors, read_config
 from .engine import Engine
 from .eviction import EvictionEvent
+from .generation import generation_defaults
+from .hub import resolve
+from .kernels import choose, reference
 from .models.decoder import Decoder
-from .models.packing import pack
+from .models.packing import pack, packing_pays
 from .policies import Policy, check, settle
 from .progress import PromptBar, RequestBar
 from .request import Request, SamplingParams
@@ -79,18 +82,24 @@ class LLM:
         place = device_of(device)
         folder = resolve(model, config_only=load == "dummy")
         shape = read_config(folder)
-        config.check_length(shape.max_position_embeddings)
+        config.check_length(shape)
         self._progress = progress
         self.tokenizer = Tokenizer.from_folder(folder)
         self._defaults = generation_defaults(folder)
+        config = replace(config, usual_max_tokens=self._defaults.get("max_tokens"))
         checkpoint = Checkpoint(folder) if load == "auto" else None
         if checkpoint is not None:
+            if shape.tied:
+                checkpoint.tie()
             shape = config_for_tensors(shape, checkpoint.tensors)
         kind = _dtype(dtype, shape.dtype or (checkpoint.dtype if checkpoint else None), place)
-        decoder = Decoder(shape, kind, place, page_size)
+        held = _held(kind, place, shape.head_dim, page_size)
+        if kind == torch.float16 and place.type == "cpu":
+            kind = torch.bfloat16
+        decoder = Decoder(shape, kind, place, page_size, held)
         if checkpoint is not None:
             load_into(decoder.weights(), checkpoint, progress=progress)
-            pack(decoder, checkpoint.rows("model.embed_tokens.weight", kind))
+            pack(decoder, checkpoint.rows(EMBEDDING, held))
         else:
             _fill_with_noise(decoder, seed or 0)
             pack(decoder)
@@ -346,15 +355,24 @@ def device_of(device: str | torch.device) -> torch.device:
 
 
 def _dtype(dtype: Any, checkpoint: str | None, place: torch.device) -> torch.dtype:
-    """The dtype to compute in; a CPU computes fp16 in bf16."""
+    """The dtype that is asked for, by name, by torch's own, or by the checkpoint."""
     kind = DTYPES.get(checkpoint or "bfloat16" if dtype == "auto" else dtype, dtype)
     check(
         kind in DTYPES.values(), "dtype", dtype, f"possible are 'auto' and {', '.join(DTYPES)} (or torch's)"
     )
-    if kind == torch.float16 and place.type == "cpu":
-        log.warning("float16 on a CPU: computing in bfloat16")
-        kind = torch.bfloat16
     return kind
+
+
+def _held(dtype: torch.dtype, place: torch.device, head_dim: int, page_size: int) -> torch.dtype:
+    """What weights are held in. A CPU has no float16 arithmetic: it keeps such weights as they are where they
+    can be packed, else rounds them to bfloat16; activations are float32 or bfloat16, the cache bfloat16."""
+    if dtype != torch.float16 or place.type != "cpu":
+        return dtype
+    if packing_pays(dtype, place) and choose(place, head_dim, page_size) is reference:
+        log.warning("float16 on a CPU: weights keep their bits, activations are float32, the cache bfloat16")
+        return dtype
+    log.warning("float16 on a CPU: computing in bfloat16")
+    return torch.bfloat16
 
 
 def _fill_with_noise(model: Decoder, seed: int) -> None:

@@ -15,12 +15,12 @@ LogitsProcessor = Callable[[list[int], Any], Any]  # (token ids, one row of logi
 # Number fields: what is possible, in code and in words. None is "not given" in all of them.
 NUMBERS = {
     "temperature": (lambda v: 0 <= v <= sys.float_info.max, "a number of at least 0"),
-    "top_p": (lambda v: 0 < v <= 1, "a number above 0 and up to 1"),
+    "top_p": (lambda v: 0 <= v <= 1, "a number from 0, the best token alone, to 1"),
     "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
     "repetition_penalty": (lambda v: 0 < v <= sys.float_info.max, "a number above 0"),
 }
 # Whole numbers and their least values; None: any.
-WHOLE_NUMBERS = {"max_tokens": 1, "min_tokens": 0, "top_k": 0, "n": 1, "logprobs": 0, "seed": None}
+WHOLE_NUMBERS = {"max_tokens": 1, "min_tokens": 0, "top_k": -1, "n": 1, "logprobs": 0, "seed": None}
 # What a field means that neither the user nor the checkpoint sets: greedy, and nothing changes the logits.
 NEUTRAL = {
     "temperature": 0.0,
@@ -36,7 +36,8 @@ NEUTRAL = {
 class SamplingParams:
     """How one request is sampled and when it ends. None: as generation_config.json says, else neutral.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; max_tokens None is what the context leaves;
+    temperature 0 is greedy; top_k 0 (or -1), top_p 1 and min_p 0 are off; top_p 0 is the best token alone;
+    max_tokens None is the checkpoint's, else what the context leaves;
     logprobs=k returns each token's log-probability and the k best, before temperature and filters.
 
     Before those filters the logits of a row may be changed (`processors.py`), in this order:
@@ -110,7 +111,13 @@ class SamplingParams:
     def with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingParams":
         """Every open sampling field filled from `defaults`, else with its neutral value (greedy)."""
         filled = {k: defaults.get(k, v) for k, v in NEUTRAL.items() if getattr(self, k) is None}
-        return replace(self, **filled)
+        settled = replace(self, **filled)
+        # Other spellings of the same: -1 candidates are all, a nucleus of nothing is the best token alone.
+        if settled.top_k == -1:
+            settled = replace(settled, top_k=0)
+        if settled.top_p == 0:
+            settled = replace(settled, top_p=1.0, top_k=1)
+        return settled
 
 
 def _is_number(value: object) -> bool:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import prompt_of, tiny_model
 
 from nanobeacon import checkpoint as module
-from nanobeacon.checkpoint import Checkpoint, Part, generation_defaults, load_into, resolve
+from nanobeacon.checkpoint import Checkpoint, Part, load_into
+from nanobeacon.hub import resolve
 
 INDEX = "model.safetensors.index.json"
 
@@ -89,7 +91,7 @@ def test_views_into_fused_and_strided_parameters(tmp_path):
 def test_shards_follow_the_index_and_other_files_are_ignored(tmp_path):
     first, second = {"a": random(4, 4), "b": random(3)}, {"c": random(2, 5)}
     sharded(tmp_path, {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second})
-    for stray in ("consolidated.safetensors", "adapter_model.safetensors", "model.safetensors"):
+    for stray in ("consolidated.safetensors", "adapter_model.safetensors"):
         save_file({"a": torch.zeros(1), "stray": torch.zeros(1)}, tmp_path / stray)
     (tmp_path / "model-00003-of-00002.safetensors").write_bytes(b"broken")
     views = views_for(first | second)
@@ -130,13 +132,13 @@ def test_progress_goes_to_stderr_and_can_be_silent(tmp_path, capsys):
 
 
 def test_one_error_lists_everything_that_does_not_fit_and_nothing_is_copied(tmp_path):
-    tensors = {"good": random(2), "short": random(3, 4), "extra.bias": random(2)}
+    tensors = {"good": random(2), "short": random(3, 4), "model.extra.bias": random(2)}
     save_file(tensors, tmp_path / "model.safetensors")
     views = {"good": torch.zeros(2), "short": torch.zeros(4, 3), "absent": torch.zeros(1)}
     with pytest.raises(ValueError) as caught:
         load_into(views, Checkpoint(tmp_path), progress=False)
     message = str(caught.value)
-    assert "missing: absent" in message and "unexpected: extra.bias" in message and "\n" not in message
+    assert "missing: absent" in message and "unexpected: model.extra.bias" in message and "\n" not in message
     assert "misshapen: short (3, 4) instead of (4, 3)" in message and str(tmp_path) in message
     assert not views["good"].any()
 
@@ -171,6 +173,147 @@ def test_a_file_cut_while_it_loads_is_an_error(tmp_path):
         load_into({"a": torch.zeros(1000)}, checkpoint, progress=False)
 
 
+# Names as they are in the wild
+
+
+ANCHOR = "layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    "prefix", ["model.", "", "module.model.", "_orig_mod.model.", "module._orig_mod.model."]
+)
+def test_names_with_a_prefix_of_their_own_or_none_are_the_models(tmp_path, prefix):
+    names = ["embed_tokens.weight", ANCHOR, "norm.weight", "layers.1.mlp.up_proj.weight"]
+    tensors = {f"{prefix}{name}": random(i + 1) for i, name in enumerate(names)}
+    tensors[f"{prefix.removesuffix('model.')}lm_head.weight"] = random(9)
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = Checkpoint(tmp_path).tensors
+    assert set(found) == {"lm_head.weight", *(f"model.{name}" for name in names)}
+    assert found["lm_head.weight"].shape == (9,)
+
+
+def test_compiled_layers_inside_a_model_lose_the_mark(tmp_path):
+    tensors = {"model.layers.0._orig_mod.input_layernorm.weight": random(2), "model.norm.weight": random(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert set(Checkpoint(tmp_path).tensors) == {f"model.{ANCHOR}", "model.norm.weight"}
+
+
+def test_names_that_differ_in_a_prefix_only_are_refused(tmp_path):
+    tensors = {f"model.{ANCHOR}": random(2), f"_orig_mod.model.{ANCHOR}": random(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="differ in a prefix"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"v_head.summary.weight": random(2)},
+        {"score.weight": random(2), "model.layers.0.self_attn.k_scale": random(1)},
+        {"model.layers.0.self_attn.masked_bias": random(1), "counter": torch.zeros(3, dtype=torch.int64)},
+    ],
+)
+def test_what_no_part_of_the_model_wants_is_named_once_and_left_aside(tmp_path, caplog, extra):
+    save_file({"a": random(2), **extra}, tmp_path / "model.safetensors")
+    load_into({"a": torch.zeros(2)}, Checkpoint(tmp_path), progress=False)
+    (line,) = [r.message for r in caplog.records]
+    assert all(name in line for name in extra)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.up_proj.bias"]
+)
+def test_what_would_change_the_computation_stays_an_error(tmp_path, name):
+    save_file({"a": random(2), name: random(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"unexpected: {name}"):
+        load_into({"a": torch.zeros(2)}, Checkpoint(tmp_path), progress=False)
+
+
+# Two sets of weights, tied pairs: real folders, against transformers
+
+
+def logits_of(folder, prompt) -> torch.Tensor:
+    from nanobeacon import LLM
+
+    kept = []
+    llm = LLM(folder, device="cpu", dtype="float32")
+    llm.score([prompt], [[5]], on_logits=lambda i, index, logits: kept.append(logits.clone()))
+    return kept[0]
+
+
+def test_a_single_file_comes_before_an_index_that_does_not_name_it(tmp_path, caplog):
+    """As transformers loads such a folder; and one whose old shards are gone."""
+    old, new = tiny_model("llama", seed=1), tiny_model("llama", seed=2)
+    old.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = [path for path in tmp_path.glob("model-*.safetensors")]
+    assert len(shards) > 1
+    save_file({k: v.contiguous() for k, v in new.state_dict().items() if k != "lm_head.weight"},
+              tmp_path / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    prompt = prompt_of(7)
+    loaded = type(new).from_pretrained(tmp_path).float().eval()
+    with torch.no_grad():
+        theirs = loaded(torch.tensor([prompt])).logits[0, -1]
+        wanted = new(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(theirs, wanted)
+    torch.testing.assert_close(logits_of(tmp_path, prompt), wanted, atol=1e-4, rtol=1e-4)
+    assert [r.message for r in caplog.records if "left aside" in r.message and INDEX in r.message]
+    for shard in shards:
+        shard.unlink()
+    torch.testing.assert_close(logits_of(tmp_path, prompt), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("saved", ["model.embed_tokens.weight", "lm_head.weight", "both"])
+def test_a_tied_pair_may_be_saved_under_either_name(tmp_path, saved):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    tensors.pop("lm_head.weight", None)
+    both = ["model.embed_tokens.weight", "lm_head.weight"]
+    for name in both if saved == "both" else [saved]:
+        tensors[name] = embedding.clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompt = prompt_of(7)
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(logits_of(tmp_path, prompt), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_an_untied_model_without_its_embedding_stays_an_error(tmp_path):
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="missing: model.embed_tokens.weight"):
+        logits_of(tmp_path, [5])
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_mistral_is_what_transformers_computes(tmp_path, window):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from nanobeacon import LLM
+
+    sizes = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, head_dim=16)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+    torch.manual_seed(0)
+    config = MistralConfig(**sizes, **heads, sliding_window=window, eos_token_id=2, bos_token_id=1)
+    model = MistralForCausalLM(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    model.save_pretrained(tmp_path)
+    if window is not None:
+        with pytest.raises(ValueError, match="sliding_window is 64"):
+            LLM(tmp_path, device="cpu", dtype="float32")
+    llm = LLM(tmp_path, device="cpu", dtype="float32", max_model_len=window)
+    prompt = prompt_of(50)
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    kept = []
+    llm.score([prompt], [[5]], on_logits=lambda i, index, logits: kept.append(logits.clone()))
+    torch.testing.assert_close(kept[0].log_softmax(-1), wanted, atol=1e-4, rtol=1e-4)
+
+
 # Folders that are not right
 
 
@@ -202,8 +345,10 @@ def test_links_of_the_hub_cache_are_followed(tmp_path):
 
 def test_an_index_that_contradicts_its_shards(tmp_path):
     sharded(tmp_path, {"one.safetensors": {"a": random(2)}}, ghost="one.safetensors")
-    with pytest.raises(ValueError, match="one.safetensors.*'ghost'"):
-        Checkpoint(tmp_path)
+    views = {"a": torch.zeros(2), "ghost": torch.zeros(1)}
+    with pytest.raises(ValueError, match="missing: ghost .*has it in one.safetensors"):
+        load_into(views, Checkpoint(tmp_path), progress=False)
+    load_into({"a": torch.zeros(2)}, Checkpoint(tmp_path), progress=False)  # what nobody needs may be lost
     sharded(
         tmp_path, {"one.safetensors": {"a": random(2)}, "two.safetensors": {"a": random(2), "b": random(1)}}
     )
@@ -470,60 +615,50 @@ def test_what_can_only_be_a_folder_must_exist(hub, name, tmp_path, monkeypatch):
     assert hub.calls == []
 
 
+def test_a_folder_of_the_hubs_cache_is_its_snapshot(tmp_path, hub):
+    repository = tmp_path / "models--owner--model"
+    for commit in ("1" * 40, "2" * 40):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+    with pytest.raises(ValueError, match="number of snapshots is 2"):
+        resolve(repository)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("2" * 40 + "\n")
+    assert resolve(str(repository)) == repository / "snapshots" / ("2" * 40)
+    (repository / "refs" / "main").write_text("3" * 40)  # gone
+    (repository / "snapshots" / ("2" * 40)).rmdir()
+    assert resolve(repository) == repository / "snapshots" / ("1" * 40)
+    (tmp_path / "models--x").mkdir()
+    assert resolve(tmp_path / "models--x") == tmp_path / "models--x"  # a folder of that name, no cache
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.0", "0123abc", "refs-pr-1"])
+def test_a_revision_is_asked_for(hub, tmp_path, revision):
+    assert resolve(f"owner/model@{revision}") == tmp_path
+    assert hub.calls[0][0] == "owner/model" and hub.calls[0][1]["revision"] == revision
+    hub.answer = http_error("RevisionNotFoundError")
+    with pytest.raises(ValueError, match=f"without a revision '{revision}'"):
+        resolve(f"owner/model@{revision}")
+
+
+@pytest.mark.parametrize(
+    "address, instead",
+    [
+        ("https://hub.example/Qwen/Qwen3-4B", "'Qwen/Qwen3-4B'"),
+        ("http://hub.example/Qwen/Qwen3-4B/tree/v2?x=1", "'Qwen/Qwen3-4B@v2'"),
+        ("https://hub.example/", "owner/name"),
+    ],
+)
+def test_a_web_address_is_answered_with_what_to_write(hub, address, instead):
+    with pytest.raises(ValueError, match=f"web address; .*{instead}"):
+        resolve(address)
+    assert hub.calls == []
+
+
 def test_a_file_instead_of_a_folder(hub, tmp_path):
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ValueError, match="model.gguf' is no folder"):
         resolve(str(tmp_path / "model.gguf"))
     assert hub.calls == []
-
-
-# Defaults of sampling
-
-
-@pytest.mark.parametrize(
-    "content, expected",
-    [
-        (None, {"temperature": 0.0}),
-        ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.0}),
-        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
-        ({"do_sample": True}, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}),
-        (
-            {
-                "do_sample": True,
-                "temperature": 0.6,
-                "top_k": 20,
-                "top_p": 0.95,
-                "min_p": 0.1,
-                "eos_token_id": [1],
-            },
-            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
-        ),
-        (
-            {"do_sample": True, "top_k": 0, "min_p": None},
-            {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
-        ),
-    ],
-)
-def test_sampling_defaults_are_those_of_transformers(tmp_path, content, expected):
-    if content is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(content))
-    assert generation_defaults(tmp_path) == expected
-
-
-@pytest.mark.parametrize(
-    "content, name",
-    [
-        ('{"do_sample": "yes"}', "do_sample"),
-        ('{"do_sample": true, "temperature": "hot"}', "temperature"),
-        ('{"do_sample": true, "top_k": -1}', "top_k"),
-        ('{"do_sample": true, "top_p": NaN}', "top_p"),
-        ('{"do_sample": true', "generation_config.json"),
-    ],
-)
-def test_malformed_sampling_defaults_are_refused_by_name(tmp_path, content, name):
-    (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(ValueError, match=name):
-        generation_defaults(tmp_path)
 
 
 @pytest.mark.real
@@ -536,4 +671,3 @@ def test_the_real_model():
     load_into(views, Checkpoint(folder), progress=False)
     assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
     assert len(tensors) == 272 and "lm_head.weight" not in tensors
-    assert generation_defaults(folder) == {"temperature": 0.0}

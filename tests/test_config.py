@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanobeacon.config import RopeConfig, config_for_tensors, parse_config, read_config, share_of
+from nanobeacon.config import (
+    EngineConfig,
+    RopeConfig,
+    config_for_tensors,
+    parse_config,
+    read_config,
+    share_of,
+)
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,7 +86,7 @@ def test_family_decides_biases_and_norms_and_model_type_is_the_fallback(raw, fam
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"architectures": ["MistralForCausalLM"]},  # although model_type says llama
+        {"architectures": ["PhiForCausalLM"]},  # although model_type says llama
         {"architectures": ["LlamaModel"]},
         {"architectures": "LlamaForCausalLM"},
         {"architectures": 7},
@@ -141,7 +148,7 @@ def test_sizes_must_be_positive_integers(name, value):
         ("mlp_bias", "no"),
         ("torch_dtype", "float8_e4m3fn"),
         ("torch_dtype", ["bfloat16"]),
-        ("eos_token_id", -1),
+        ("eos_token_id", -2),
         ("eos_token_id", "2"),
         ("eos_token_id", [2, None]),
         ("bos_token_id", [1]),
@@ -297,6 +304,68 @@ def test_a_sliding_window_that_is_off_is_ignored(raw):
 def test_a_sliding_window_that_is_on_is_refused_by_name(raw):
     with pytest.raises(ValueError, match="sliding_window"):
         parse_config(raw)
+
+
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+@pytest.mark.parametrize("window, most", [(None, None), (1024, 1024), (1 << 20, None)])
+def test_a_window_in_all_layers_works_for_requests_that_stay_within_it(window, most):
+    config = parse_config({**MISTRAL, "sliding_window": window})
+    assert (config.family, config.sliding_window) == ("mistral", window)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
+    EngineConfig(max_model_len=most).check_length(config)
+    if most is not None:
+        for longer in (None, most + 1):
+            with pytest.raises(ValueError, match=f"max_model_len={longer}: .*sliding_window is 1024"):
+                EngineConfig(max_model_len=longer).check_length(config)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "4096", 1.5])
+def test_a_window_that_is_none_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match="sliding_window"):
+        parse_config({**MISTRAL, "sliding_window": wrong})
+
+
+def test_a_mistral_whose_layers_differ_is_refused():
+    with pytest.raises(ValueError, match="sliding_window"):
+        parse_config({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]})
+
+
+# Numbers that no model has
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "num_attention_heads",
+        "head_dim",
+    ],
+)
+@pytest.mark.parametrize("value", [10**9, 2**52, 10**30])
+def test_a_number_beyond_any_model_is_refused_before_it_allocates(name, value):
+    with pytest.raises(ValueError, match=f"{name}.* at most"):
+        parse_config({**LLAMA, name: value})
+
+
+# Ids of -1 mean none
+
+
+def test_ids_of_minus_one_mean_none():
+    config = parse_config({**LLAMA, "bos_token_id": -1, "eos_token_id": [2, -1]}, {"eos_token_id": -1})
+    assert config.bos_token_id is None and config.eos_token_ids == (2,)
+    assert parse_config({**LLAMA, "eos_token_id": -1}).eos_token_ids == ()
+
+
+def test_bitsandbytes_beside_plain_weights_is_decided_by_the_tensors():
+    assert parse_config({**LLAMA, "quantization_config": {"quant_method": "bitsandbytes"}}) is not None
+    for other in ({"quant_method": "awq"}, {"bits": 4}, "fp8"):
+        with pytest.raises(ValueError, match="quantization_config"):
+            parse_config({**LLAMA, "quantization_config": other})
 
 
 # Shares of tensor-parallel ranks

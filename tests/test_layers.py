@@ -68,7 +68,7 @@ def test_a_matrix_beyond_float16_becomes_float32(value):
     assert torch.isfinite(linear(torch.eye(64))).all() == (value == 1e5)
 
 
-def test_only_bf16_is_packed_and_only_on_a_cpu():
+def test_float32_is_not_packed_nor_anything_on_a_gpu():
     assert not packing_pays(torch.float32, CPU) and not packing_pays(torch.bfloat16, torch.device("cuda"))
 
 
@@ -95,3 +95,31 @@ def test_a_packed_model_says_what_a_plain_one_says(tmp_path, monkeypatch, family
     size = wanted.abs().max()
     assert (packed - plain).abs().max() < 0.05 * size
     assert (packed - wanted).norm() <= 1.05 * (plain - wanted).norm()
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_a_float16_checkpoint_keeps_its_bits_on_every_cpu(tmp_path, monkeypatch, family, has_instructions):
+    """Its logits are those of transformers in float32 up to the cache's rounding, nearer than bf16 weights."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    model = tiny_model(family).half()
+    model.save_pretrained(tmp_path)
+    prompt = torch.arange(3, 40)
+    with torch.no_grad():
+        wanted = model.float()(prompt[None]).logits[0, -1]
+        rounded = model.bfloat16().float()(prompt[None]).logits[0, -1]
+    kept = []
+    llm = LLM(tmp_path, device="cpu")
+    assert llm.engine.cache.keys.dtype == torch.bfloat16 and isinstance(llm.engine.model.head, PackedLinear)
+    llm.score([prompt.tolist()], [[5]], on_logits=lambda i, index, logits: kept.append(logits.clone()))
+    ours = (kept[0] - wanted).abs().max()
+    assert ours < (rounded - wanted).abs().max() and ours < 0.02 * wanted.abs().max()
+
+
+def test_where_nothing_can_be_packed_float16_is_rounded_and_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tiny_model("llama").half().save_pretrained(tmp_path)
+    llm = LLM(tmp_path, device="cpu")
+    assert llm.engine.model.embedding.dtype == torch.bfloat16
+    assert [r.message for r in caplog.records if r.message == "float16 on a CPU: computing in bfloat16"]

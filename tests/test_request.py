@@ -18,7 +18,7 @@ NUMBER = ["0.5", NAN, INF, -INF, True, False, [0.5], {"a": 1}, b"1", 1j, Decimal
 # What each field refuses. None is "not given" everywhere but in n and ignore_eos.
 REFUSED = {
     "max_tokens": [*WHOLE, 0, -1, -(10**30)],
-    "top_k": [*WHOLE, -1],
+    "top_k": [*WHOLE, -2],
     "n": [*WHOLE, None, 0, -1],
     "logprobs": [*WHOLE, -1],
     "seed": WHOLE,
@@ -28,7 +28,7 @@ REFUSED = {
     "logit_bias": [5, "1", [1], {"1": 1.0}, {-1: 1.0}, {True: 1.0}, {1: "2"}, {1: NAN}, {1: INF}, {1: None}],
     "logits_processor": [5, "f", [len]],
     "temperature": [*NUMBER, -0.1, -1, -1e-300],
-    "top_p": [*NUMBER, 0, 0.0, -0.5, 1.0000001, 2],
+    "top_p": [*NUMBER, -0.5, 1.0000001, 2],
     "min_p": [*NUMBER, -1e-9, 1.0000001, 2, -1],
     "stop": ["", [""], ["a", ""], [1], [None], ["a", b"b"], [["a"]]],
     "stop_token_ids": [[-1], ["1"], [1.0], [True], [None], [1, NAN], [[1]]],

@@ -143,21 +143,32 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and head. Parameters are empty until a loader has filled `weights()`."""
+    """Embedding, layers, final norm and head. Parameters are empty until a loader has filled `weights()`.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
+    dtype: of activations and cache. held: of the weights, where they are to be packed from another dtype."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_size: int,
+        held: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self.held = held or dtype
         self.device = device
         self.rows: Callable[[Tensor], Tensor] | None = None  # ids -> rows of an embedding that is not held
         self.kernels = choose(device, config.head_dim, page_size)
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
         shape = (config.vocab_size, config.hidden_size)
-        self.embedding = weight(*shape, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(Layer(config, dtype, device) for _ in range(config.num_layers))
-        self.norm = weight(config.hidden_size, dtype=dtype, device=device)
-        self.head = Linear(self.embedding if config.tied else weight(*shape, dtype=dtype, device=device))
+        self.embedding = weight(*shape, dtype=self.held, device=device)
+        self.layers = nn.ModuleList(Layer(config, self.held, device) for _ in range(config.num_layers))
+        self.norm = weight(config.hidden_size, dtype=self.held, device=device)
+        own_head = None if config.tied else weight(*shape, dtype=self.held, device=device)
+        self.head = Linear(self.embedding if own_head is None else own_head)
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the view it fills; every parameter is covered exactly once."""

@@ -1,8 +1,10 @@
-"""Fast linear maps on a CPU that has no bf16 instructions: everything that is done for such a CPU alone.
+"""Fast linear maps on a CPU with float16 weights: everything that is done for a CPU alone.
 
-There a product with bf16 weights crawls. Packed, the weights are float16 in the order in which AVX2 reads
-them, converted in registers, and activations are float32. Knows linear maps and the decoder that holds them;
-nothing of attention or caches."""
+Without instructions for it a product with bf16 weights crawls. Packed, the weights are float16 in the order in
+which AVX2 reads them, converted in registers, and activations are float32. A float16 checkpoint is packed on
+every CPU: so its weights keep all their bits. Knows linear maps and the decoder that holds them; nothing of
+attention or caches.
+"""
 
 from collections.abc import Callable
 
@@ -20,9 +22,11 @@ MULTIPLY = torch.ops.quantized.linear_dynamic_fp16.default._op
 
 
 def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products with such weights crawl as they are: bf16 on a CPU that has no instructions for it."""
-    crawls = device.type == "cpu" and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
-    return crawls and "fbgemm" in torch.backends.quantized.supported_engines
+    """Whether weights of this dtype are better packed: float16, and bf16 without instructions for it."""
+    if device.type != "cpu" or "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    crawls = dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
+    return crawls or dtype == torch.float16
 
 
 class PackedLinear(nn.Module):
@@ -84,7 +88,7 @@ def pack(model: Decoder, rows: Callable[[Tensor], Tensor] | None = None) -> None
     """Once a model is loaded: pack its matrices where that pays. Activations are then float32, the cache is
     still in the model's dtype, and `weights()` has no views any more. `rows`: where a tied embedding's rows,
     ids -> [T, hidden], can be had, so that the matrix need not be in memory twice."""
-    if model.kernels is not reference or not packing_pays(model.dtype, model.device):
+    if model.kernels is not reference or not packing_pays(model.held, model.device):
         return  # Triton's kernels, interpreted on a CPU, want q and the cache in one dtype
     model.head = packed(model.head)
     if model.config.tied and rows is not None:

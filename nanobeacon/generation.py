@@ -1,0 +1,76 @@
+"""What generation_config.json says about sampling: defaults for what a user leaves open.
+
+Knows the file's names and those of `SamplingParams`; nothing of models or tokens.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from .config import Field, read_json
+
+log = logging.getLogger("nanobeacon")
+
+# Of a file that samples (do_sample): SamplingParams' field -> the file's.
+SAMPLED = {
+    "temperature": Field("temperature", float, default=1.0, least=0),
+    "top_k": Field("top_k", default=0, least=-1),  # transformers means 50 where it is missing; here it is off
+    "top_p": Field("top_p", float, default=1.0, least=0, most=1),
+    "min_p": Field("min_p", float, default=0.0, least=0, most=1),
+}
+# Of every file.
+ALWAYS = {
+    "repetition_penalty": Field("repetition_penalty", float, default=1.0, least=1e-6),
+    "min_tokens": Field("min_new_tokens", default=0, least=0),
+    "max_tokens": Field("max_new_tokens", default=None),
+}
+# What needs no word: read elsewhere, without a meaning here, or about how the file was made.
+SILENT = ("do_sample", "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "use_cache")
+# What changes nothing at these values, besides null, False and what is empty.
+IDLE = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "length_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "no_repeat_ngram_size": 0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "diversity_penalty": 0.0,
+    "max_length": 20,
+    "min_length": 0,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
+    "return_dict_in_generate": False,
+}
+
+
+def generation_defaults(folder: str | Path) -> dict[str, Any]:
+    """Values for `SamplingParams.with_defaults`; temperature 0 where the file does not sample.
+
+    One line in the log names what the file says and is not applied. ValueError names a wrong field."""
+    raw = read_json(Path(folder, "generation_config.json"), optional=True)
+    found: dict[str, Any] = {"temperature": 0.0}
+    if Field("do_sample", bool, default=False).of(raw):
+        found = {name: field.of(raw) for name, field in SAMPLED.items()}
+    for name, field in ALWAYS.items():
+        value = field.of(raw)
+        if value != field.default:
+            found[name] = value
+    unused = _unused(raw)
+    if unused:
+        log.warning("generation_config.json: not applied here: %s", ", ".join(unused))
+    return found
+
+
+def _unused(raw: dict[str, Any]) -> list[str]:
+    """`name=value` of what would change the output and is not applied."""
+    applied = {field.name for field in [*SAMPLED.values(), *ALWAYS.values()]}
+    unused = []
+    for name, value in raw.items():
+        known = name in applied or name in SILENT or name.startswith("_")
+        idle = value is None or value is False or value in ([], {}, "") or value == IDLE.get(name)
+        if not known and not idle:
+            unused.append(f"{name}={value!r:.60}")
+    return sorted(unused)
