@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import ModelConfig
-from .observation import Chunk, Observation, Reduction, Ring
+from .observation import Observation, Reduction, Ring
 from .policies import EvictionSettings
 from .request import Request
 from .scheduler import Plan
@@ -91,29 +91,13 @@ class QueryBuffer:
         if observation.writes is not None:
             token, row, slot = observation.writes
             self.buffer[row, layer, :, slot] = q[token].to(self.buffer.dtype)
-        for chunk in observation.chunks:
-            self._take_chunk(layer, q, positions, chunk, kernels)
-
-    def _take_chunk(self, layer: int, q: Tensor, positions: Tensor, chunk: Chunk, kernels) -> None:
-        """buffer = FPS(buffer + candidates), then the recents behind it (METHOD.md, "Query buffer")."""
-        held = self.buffer[chunk.row, layer]
-        held_at = self.positions[chunk.row, layer]
-        # 1. The chunk's queries, heads first, as the buffer would hold them.
-        tokens = slice(chunk.first, chunk.first + chunk.candidates + chunk.recents)
-        new = q[tokens].transpose(0, 1).to(held.dtype)
-        new_at = positions[tokens].int().expand(len(held_at), -1)
-        # 2. Queries held and candidates compete, head by head; the picks take the first slots.
-        if chunk.candidates:
-            pool = torch.cat((held[:, : chunk.held], new[:, : chunk.candidates]), dim=1)
-            pool_at = torch.cat((held_at[:, : chunk.held], new_at[:, : chunk.candidates]), dim=1)
-            counts = torch.full((len(pool),), pool.shape[1], dtype=torch.int32, device=q.device)
-            picks = kernels.fps(pool, counts, chunk.kept)
-            held[:, : chunk.kept] = pool.gather(1, picks[..., None].expand(-1, -1, pool.shape[-1]))
-            held_at[:, : chunk.kept] = pool_at.gather(1, picks)
-        # 3. What came after the freeze is a recent.
-        end = chunk.kept + chunk.recents
-        held[:, chunk.kept : end] = new[:, chunk.candidates :]
-        held_at[:, chunk.kept : end] = new_at[:, chunk.candidates :]
+        if observation.chunks:
+            new = q.transpose(0, 1).to(self.buffer.dtype).contiguous()
+            beacons = self.mechanism.settings.policy.beacons
+            kernels.reduce_chunks(
+                self.buffer[:, layer], self.positions[:, layer], new, positions,
+                observation.chunk_table, beacons, observation.longest,
+            )  # fmt: skip
 
     def advance(self, plan: Plan, observation: Observation) -> None:
         """Count what a batch has left in the rows."""

@@ -10,7 +10,7 @@ Both answer the same three questions: where do a batch's queries go (`plan`), wh
 Knows requests, rows and counts on the host; nothing of vectors, of caches or of when an eviction is due.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ class Observation:
     slots: Tensor | None = None
     writes: tuple[Tensor, Tensor, Tensor] | None = None  # (token, row, slot): queries copied beside that
     chunks: tuple[Chunk, ...] = ()
+    chunk_table: Tensor | None = None  # int32 [chunks, 6]: the numbers of `chunks`, on the device
+
+    @property
+    def longest(self) -> int:
+        """The most queries that compete for one row, a chunk's and those held before."""
+        return max(chunk.held + chunk.candidates for chunk in self.chunks)
 
 
 class Reduction:
@@ -53,7 +59,9 @@ class Reduction:
     def plan(self, plan: Plan, device: torch.device) -> Observation:
         """A prompt chunk is reduced as a whole; a decode step's queries are appended one behind the other."""
         if plan.prefill:
-            return Observation(chunks=self._chunks(plan))
+            chunks = self._chunks(plan)
+            table = torch.tensor([astuple(chunk) for chunk in chunks], dtype=torch.int32, device=device)
+            return Observation(chunks=chunks, chunk_table=table)
         rows = []
         slots = []
         for request, length in zip(plan.requests, plan.lengths, strict=True):

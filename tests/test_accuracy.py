@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from tiny import prompt_of, text_folder, tiny_folder
 
 from nanobeacon import LLM, SamplingParams
-from nanobeacon.kernels import reference
 from nanobeacon.measure import accuracy, plots, selections
 from nanobeacon.measure.grading import answer_in, is_right, normalise
 from nanobeacon.policies import POLICIES
@@ -230,7 +229,7 @@ def test_selections_on_plain_clusters():
     unit = F.normalize(past, dim=-1)
 
     def chosen(name, count=4):
-        found = selections.SELECTIONS[name](past, count, torch.Generator().manual_seed(3), reference)
+        found = selections.SELECTIONS[name](past, count, torch.Generator().manual_seed(3))
         assert found.shape == (2, count, 8)
         return found
 

@@ -132,14 +132,38 @@ def test_prefill_attention(heads, kv_heads, dim, no_host_reads):
     check_attention(heads, kv_heads, dim, lengths, counts, 2048, no_host_reads)
 
 
-@pytest.mark.parametrize("n", [528, 2080])
-def test_fps(n, no_host_reads):
-    queries, counts = random(64, n, 128), torch.randint(10, n + 1, (64,), device="cuda").int()
-    kernels(128).fps(queries, counts, 16)
-    with no_host_reads():
-        ours = kernels(128).fps(queries, counts, 16)
-    same = (ours == reference.fps(queries, counts, 16)).all(1).float().mean()
+def test_reduce_chunks(no_host_reads):
+    """Five chunks of a step, rows that hold 16 queries or none, and recents behind the candidates."""
+    heads, dim, m, lengths = 32, 128, 16, [512, 40, 512, 17, 300]
+    new, new_positions = random(heads, sum(lengths), dim), torch.arange(sum(lengths), device="cuda")
+    buffer = random(8, 2, heads, 32, dim)
+    positions = torch.arange(32, device="cuda").int().expand(buffer.shape[:-1]) - 100
+    numbers, first = [], 0
+    for row, (length, recents) in enumerate(zip(lengths, (0, 16, 0, 0, 9), strict=True), 1):
+        held = 0 if row == 1 else 16
+        numbers.append((row, first, held, length - recents, m, recents))
+        first += length
+    chunks, rest = integers(numbers), (m, 528)
+    results = []
+    for implementation in (kernels(dim), reference):
+        rows, at = buffer.clone(), positions.clone()
+        if implementation is not reference:
+            implementation.reduce_chunks(rows[:, 1], at[:, 1], new, new_positions, chunks, *rest)
+            rows, at = buffer.clone(), positions.clone()
+            with no_host_reads():
+                implementation.reduce_chunks(rows[:, 1], at[:, 1], new, new_positions, chunks, *rest)
+        else:
+            implementation.reduce_chunks(rows[:, 1], at[:, 1], new, new_positions, chunks, *rest)
+        results.append((rows, at))
+    (rows, at), (_, expected) = results
+    same = (at[1:6, 1, :, :m] == expected[1:6, 1, :, :m]).all(-1).float().mean()
     assert same > 0.95  # a value may lie on either side of the tie's edge, and what follows differs
+    # Every pick came whole from where its position says: no thread stored before all had loaded.
+    for row, place in ((1, 0), (3, 7), (5, 15)):
+        for head in range(heads):
+            where = int(at[row, 1, head, place])
+            source = buffer[row, 1, head, where + 100] if where < 0 else new[head, where]
+            assert torch.equal(rows[row, 1, head, place], source)
 
 
 @shapes

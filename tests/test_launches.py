@@ -1,5 +1,7 @@
 """How many launches a pass makes, counted on "meta": what the GPU's step promises, held without a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -34,6 +36,20 @@ def test_norms_and_biases_of_a_family_cost_no_launch(family):
 
 def test_a_prefill_step_without_a_budget_has_the_same_kernels(rows):
     assert rows["prefill", 16, None]["a_layer"] <= 10
+
+
+@pytest.mark.parametrize("policy", ["beacon", "recent", "initial", "random-query"])
+def test_a_budget_costs_a_prefill_step_three_launches_a_layer_at_most(policy):
+    """However many chunks the step has: their reduction is one launch, copies into a ring are two."""
+    layers = SHAPES["qwen3-4b"].layers
+
+    def prefilled(budget, requests):
+        step = partial(Counted.prefill, tokens=32)
+        return counted(SHAPES["qwen3-4b"], "qwen3", requests, budget, step, policy).total
+
+    without = prefilled(None, 16)
+    assert prefilled(2048, 16) - without <= 3 * layers + 10
+    assert prefilled(2048, 16) == prefilled(2048, 3)
 
 
 def test_an_eviction_neither_waits_nor_grows_with_the_layers(rows):

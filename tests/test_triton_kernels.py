@@ -249,31 +249,85 @@ def clustered(batch, n, dim, dtype=torch.float32):
     return queries.to(dtype)
 
 
+def chunks_of(numbers, m):
+    """int32 [n, 6] from (row, held, candidates, recents) of chunks that follow each other in a step."""
+    rows, first = [], 0
+    for row, held, candidates, recents in numbers:
+        kept = min(m, held + candidates) if candidates else held
+        rows.append((row, first, held, candidates, kept, recents))
+        first += candidates + recents
+    return torch.tensor(rows, dtype=torch.int32), first
+
+
 @pytest.mark.parametrize(
-    "n, dim, m, dtype",
+    "capacity, dim, m, dtype",
     [
-        (48, 64, 16, torch.float32),
-        (63, 80, 4, torch.float16),
-        (64, 96, 1, torch.float32),
-        (130, 128, 16, torch.bfloat16),
-        (200, 16, 7, torch.float32),
-        (16, 64, 16, torch.float32),
+        (32, 64, 16, torch.float32),
+        (24, 80, 5, torch.float16),
+        (8, 96, 1, torch.float32),
+        (32, 128, 16, torch.bfloat16),
+        (40, 16, 7, torch.float32),
     ],
 )
-def case_fps(n, dim, m, dtype):
-    counts = torch.tensor([n, n - 1, m, m - 1, m + 1, 0]).int().clamp(max=n)
-    queries = clustered(len(counts), n, dim, dtype)
-    for b, count in enumerate(counts.tolist()):
-        queries[b, count:] = torch.nan
-    expected = reference.fps(queries.nan_to_num(), counts, m)
-    assert torch.equal(kernels(dim).fps(queries, counts, m), expected)
-    assert all(len(set(picks)) == m for picks in expected.tolist())
+def case_reduce_chunks(capacity, dim, m, dtype):
+    """More than one tile; fewer than m, m and m + 1 queries; none, after the freeze; recents behind."""
+    heads, layers = 2, 3
+    rest = capacity - m
+    numbers = [
+        (3, 0, 150, 0),
+        (1, m, 70, min(rest, 9)),
+        (7, 0, m + 1, 0),
+        (5, m, 1, rest),
+        (2, 0, max(m - 1, 1), 1),
+        (6, m, 0, rest),
+        (4, 0, m, 1),
+        (8, capacity, 90, 1),
+    ]
+    chunks, tokens = chunks_of(numbers, m)
+    new = clustered(heads, tokens, dim, dtype)
+    new[:, 160:164] = new[:, 151:152]  # exact duplicates, of which the first is taken
+    new_positions = torch.arange(tokens) + 1000
+    buffer = torch.full((10, layers, heads, capacity, dim), torch.nan, dtype=dtype)
+    positions = torch.full(buffer.shape[:-1], -1, dtype=torch.int32)
+    for row, held, _, _ in numbers:
+        buffer[row, 1, :, :held] = clustered(heads, max(held, 3), dim, dtype)[:, :held]
+        positions[row, 1, :, :held] = torch.arange(held, dtype=torch.int32)
+    longest = max(held + candidates for _, held, candidates, _ in numbers)
+    results = []
+    for implementation in (kernels(dim), reference):
+        rows, at = buffer.clone(), positions.clone()
+        implementation.reduce_chunks(rows[:, 1], at[:, 1], new, new_positions, chunks, m, longest)
+        results.append((rows, at))
+    for row, _, _, _, kept, recents in chunks.tolist():
+        for ours, expected in zip(*results, strict=True):
+            assert torch.equal(ours[row, 1, :, : kept + recents], expected[row, 1, :, : kept + recents])
+    rows, at = results[0]
+    untouched = [0, 9]
+    assert torch.equal(at[untouched], positions[untouched]) and rows[:, [0, 2]].isnan().all()
+    chosen = at[8, 1, :, :m].tolist()
+    assert all(len(set(picks)) == m for picks in chosen)
 
 
-def case_fps_of_equal_queries_takes_them_in_order():
-    queries = torch.ones(1, 70, 64) * torch.rand(70, 1).add(0.5)
-    picks = kernels().fps(queries, torch.tensor([70]).int(), 5)
-    assert picks.tolist() == [[0, 1, 2, 3, 4]]
+def case_a_chunk_is_reduced_alike_in_any_company():
+    """Bit for bit, whatever else the step brings."""
+    new, positions = clustered(2, 300, 64), torch.arange(300)
+    results = []
+    for numbers in ([(1, 0, 100, 0)], [(1, 0, 100, 0), (2, 0, 200, 0)]):
+        buffer = torch.zeros(3, 2, 32, 64)
+        at = torch.zeros(3, 2, 32, dtype=torch.int32)
+        chunks, tokens = chunks_of(numbers, 16)
+        longest = max(candidates for _, _, candidates, _ in numbers)
+        kernels().reduce_chunks(buffer, at, new[:, :tokens].contiguous(), positions, chunks, 16, longest)
+        results.append((buffer[1], at[1]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def case_equal_queries_are_picked_in_order():
+    new = torch.ones(1, 70, 64) * torch.rand(70, 1).add(0.5)
+    buffer, at = torch.zeros(2, 1, 8, 64), torch.zeros(2, 1, 8, dtype=torch.int32)
+    chunks, _ = chunks_of([(1, 0, 70, 0)], 5)
+    kernels().reduce_chunks(buffer, at, new, torch.arange(70), chunks, 5, 70)
+    assert at[1, 0, :5].tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from nanobeacon.kernels import reference
 
 def choose(device: torch.device | str, head_dim: int, page_size: int) -> ModuleType | SimpleNamespace:
     """The kernels for a device, a head dim and a page size: `add_rms_norm, store, paged_attention, silu_mul,
-    fps, reduce, scores, redundancy, compact`, with the signatures of `reference`.
+    reduce, reduce_chunks, scores, redundancy, compact`, with the signatures of `reference`.
     Triton on a CUDA (or ROCm) device, and on a CPU under TRITON_INTERPRET=1, where the shape allows it (head
     dim a multiple of 16 up to 256, page size a power of two); the reference everywhere else."""
     device = torch.device(device)
@@ -35,8 +35,8 @@ def triton_kernels() -> SimpleNamespace:
         store=store.store,
         paged_attention=attention.paged_attention,
         silu_mul=fused.silu_mul,
-        fps=fps.fps,
         reduce=fps.reduce,
+        reduce_chunks=fps.reduce_chunks,
         scores=scoring.scores,
         redundancy=reference.redundancy,
         compact=compaction.compact,

@@ -1,8 +1,10 @@
-"""Farthest point sampling in Triton: `fps` for a prompt chunk, `reduce` for the query buffer, in place.
+"""Farthest point sampling in Triton, in place: `reduce` for query buffer rows, `reduce_chunks` for the prompt
+chunks that come to them; the twins in `reference`.
 
 Knows vectors only: nothing of tokens, RoPE or schedules. A buffer of up to 64 rows fits a tile: one product
 gives all cosines, and the picks need that small matrix only. A prompt chunk does not fit: every pick is one
-more pass over its vectors, which stay in the L2 cache."""
+more pass over its vectors, which stay in the L2 cache.
+"""
 
 import torch
 import triton
@@ -69,68 +71,131 @@ def reduce_kernel(
     tl.store(positions + place, kept_positions, mask=picked)
 
 
-@triton.jit(do_not_specialize=["N"])
-def fps_kernel(
-    queries, counts, scales, nearest, picks, N, m,
-    D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr, TIE: tl.constexpr,
+@triton.jit
+def addresses(buffer, new, held, index, D: tl.constexpr):
+    """Where query `index` of a pool begins: those that the row holds come first, then the chunk's."""
+    return tl.where(index < held, buffer + index * D, new + (index - held) * D)
+
+
+@triton.jit(do_not_specialize=["tokens", "longest"])
+def reduce_chunks_kernel(
+    buffer, positions, new, new_positions, chunks, scales, nearest,
+    row_slots, tokens, longest, C, m,
+    D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr, PICKS: tl.constexpr,
+    TIE: tl.constexpr,
 ):  # fmt: skip
-    """Program b: the m picks of queries[b]. `scales` (1 / norm) and `nearest` (cosine to the nearest pick)
-    are scratch [B, N]; ALL is N rounded up. Barriers part what one thread writes from another's read."""
-    b = tl.program_id(0).to(tl.int64)
-    queries += b * N * D
-    scales += b * N
-    nearest += b * N
-    count = tl.load(counts + b)
-    dim, tile, every = tl.arange(0, DIMS), tl.arange(0, TILE), tl.arange(0, ALL)
-    if count <= m:
+    """Program (head, chunk): FPS on what the row holds and the chunk brings, then the recents behind it.
+
+    `scales` (1 / norm) and `nearest` (cosine to the nearest pick) are scratch [chunks, H, longest]; ALL is
+    `longest` rounded up. Barriers part what one thread writes from what another reads."""
+    head = tl.program_id(0).to(tl.int64)
+    heads = tl.num_programs(0)
+    chunk = tl.program_id(1).to(tl.int64)
+
+    # 1. The chunk's numbers, and where its row, its queries and its scratch lie.
+    chunks += chunk * 6
+    row = tl.load(chunks).to(tl.int64)
+    first = tl.load(chunks + 1)
+    held = tl.load(chunks + 2)
+    candidates = tl.load(chunks + 3)
+    kept = tl.load(chunks + 4)
+    recents = tl.load(chunks + 5)
+    slots = row * row_slots + head * C
+    buffer += slots * D
+    positions += slots
+    new += (head * tokens + first) * D
+    new_positions += first
+    scales += (chunk * heads + head) * longest
+    nearest += (chunk * heads + head) * longest
+
+    dim = tl.arange(0, DIMS)
+    tile = tl.arange(0, TILE)
+    every = tl.arange(0, ALL)
+    place = tl.arange(0, PICKS)
+    in_head = dim < D
+    count = held + candidates
+    picks = place  # where there are not more than m: all, in order
+    if (candidates > 0) & (count > m):
+        # 2. The lengths of all queries, and their mean direction.
+        towards = tl.zeros([DIMS], tl.float32)
+        for start in range(0, count, TILE):
+            index = start + tile
+            inside = index < count
+            source = addresses(buffer, new, held, index, D)
+            mask = inside[:, None] & in_head[None, :]
+            vectors = tl.load(source[:, None] + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+            scale = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(vectors * vectors, 1)), 1e-12)
+            towards += tl.sum(vectors * scale[:, None], 0)
+            tl.store(scales + index, scale, mask=inside)
+        towards = towards / count
+        tl.debug_barrier()
+
+        # 3. One pass a pick: cosines towards the mean direction choose the first, those towards the newest
+        #    pick update `nearest`, and the query whose nearest pick is farthest is the next.
+        pick = -1
         for i in range(m):
-            tl.store(picks + b * m + i, i)
-        return
+            for start in range(0, count, TILE):
+                index = start + tile
+                inside = index < count
+                source = addresses(buffer, new, held, index, D)
+                mask = inside[:, None] & in_head[None, :]
+                vectors = tl.load(source[:, None] + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+                scale = tl.load(scales + index, mask=inside, other=0.0)
+                cosine = tl.sum(vectors * towards[None, :], 1) * scale
+                # The similarity to the mean has had its say with the first pick.
+                before = tl.load(nearest + index, mask=inside & (i > 1), other=float("-inf"))
+                cosine = tl.maximum(cosine, before)
+                cosine = tl.where(index == pick, float("inf"), cosine)  # picked once, never again
+                tl.store(nearest + index, cosine, mask=inside)
+            tl.debug_barrier()
+            pick = lowest(tl.load(nearest + every, mask=every < count, other=float("inf")), every, TIE)
+            picks = tl.where(place == i, pick, picks)
+            source = addresses(buffer, new, held, pick, D)
+            towards = tl.load(source + dim, mask=in_head, other=0.0).to(tl.float32) * tl.load(scales + pick)
+            tl.debug_barrier()
 
-    towards = tl.zeros([DIMS], tl.float32)  # the mean direction first, then the direction of the newest pick
-    for first in range(0, count, TILE):
-        row = first + tile
-        mask = (row < count)[:, None] & (dim < D)[None, :]
-        vectors = tl.load(queries + row[:, None] * D + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-        scale = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(vectors * vectors, 1)), 1e-12)
-        towards += tl.sum(vectors * scale[:, None], 0)
-        tl.store(scales + row, scale, mask=row < count)
-    towards = towards / count
-    tl.debug_barrier()
-
-    pick = -1
-    for i in range(m):
-        for first in range(0, count, TILE):
-            row = first + tile
-            inside = row < count
-            mask = inside[:, None] & (dim < D)[None, :]
-            vectors = tl.load(queries + row[:, None] * D + dim[None, :], mask=mask, other=0.0)
-            scale = tl.load(scales + row, mask=inside, other=0.0)
-            cosine = tl.sum(vectors.to(tl.float32) * towards[None, :], 1) * scale
-            # The similarity to the mean chose the first pick, and is done; a picked row stays at infinity.
-            before = tl.load(nearest + row, mask=inside & (i > 1), other=float("-inf"))
-            cosine = tl.where(row == pick, float("inf"), tl.maximum(cosine, before))
-            tl.store(nearest + row, cosine, mask=inside)
+    # 4. The picks take the first slots. One may lie where another goes: all are read before any is written.
+    if candidates > 0:
+        picked = place < kept
+        mask = picked[:, None] & in_head[None, :]
+        source = addresses(buffer, new, held, picks, D)
+        rows = tl.load(source[:, None] + dim[None, :], mask=mask, other=0.0)
+        held_at = tl.load(positions + picks, mask=picked & (picks < held), other=0)
+        new_at = tl.load(new_positions + picks - held, mask=picked & (picks >= held), other=0)
         tl.debug_barrier()
-        pick = lowest(tl.load(nearest + every, mask=every < count, other=float("inf")), every, TIE)
-        tl.store(picks + b * m + i, pick)
-        towards = tl.load(queries + pick * D + dim, mask=dim < D, other=0.0).to(tl.float32)
-        towards *= tl.load(scales + pick)
-        tl.debug_barrier()
+        tl.store(buffer + place[:, None] * D + dim[None, :], rows, mask=mask)
+        tl.store(positions + place, tl.where(picks < held, held_at, new_at.to(tl.int32)), mask=picked)
+
+    # 5. What came after the freeze is a recent.
+    for start in range(0, recents, TILE):
+        index = start + tile
+        inside = index < recents
+        mask = inside[:, None] & in_head[None, :]
+        source = candidates + index
+        rows = tl.load(new + source[:, None] * D + dim[None, :], mask=mask, other=0.0)
+        new_at = tl.load(new_positions + source, mask=inside, other=0)
+        slot = kept + index
+        tl.store(buffer + slot[:, None] * D + dim[None, :], rows, mask=mask)
+        tl.store(positions + slot, new_at.to(tl.int32), mask=inside)
 
 
-def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
-    """As `reference.fps`."""
-    batch, n, head_dim = queries.shape
-    if n <= m or m == 0:
-        return torch.arange(m, device=queries.device).repeat(batch, 1)
-    picks = torch.empty(batch, m, dtype=torch.int64, device=queries.device)
-    scales, nearest = torch.empty(2, batch, n, dtype=torch.float32, device=queries.device)
-    fps_kernel[(batch,)](
-        queries, counts, scales, nearest, picks, n, m, D=head_dim, DIMS=triton.next_power_of_2(head_dim),
-        TILE=64, ALL=triton.next_power_of_2(n), TIE=reference.TIE, num_warps=8,
+def reduce_chunks(
+    buffer: Tensor, positions: Tensor, new: Tensor, new_positions: Tensor, chunks: Tensor, m: int,
+    longest: int,
+) -> None:  # fmt: skip
+    """As `reference.reduce_chunks`; the last two dimensions of `buffer` must lie together."""
+    heads, tokens, head_dim = new.shape
+    capacity = buffer.shape[2]
+    row_slots = positions.stride(0)
+    assert buffer.stride(0) == row_slots * head_dim and buffer.stride(1) == capacity * head_dim
+    scratch = torch.empty(2, len(chunks), heads, longest, dtype=torch.float32, device=new.device)
+    scales, nearest = scratch
+    reduce_chunks_kernel[(heads, len(chunks))](
+        buffer, positions, new, new_positions, chunks, scales, nearest,
+        row_slots, tokens, longest, capacity, m,
+        D=head_dim, DIMS=triton.next_power_of_2(head_dim), TILE=64, ALL=triton.next_power_of_2(longest),
+        PICKS=triton.next_power_of_2(m), TIE=reference.TIE, num_warps=8,
     )  # fmt: skip
-    return picks
 
 
 def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: int) -> None:

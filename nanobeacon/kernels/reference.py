@@ -183,6 +183,39 @@ def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: i
     positions[rows, :, :, :m] = held_positions.gather(3, picks)
 
 
+def reduce_chunks(
+    buffer: Tensor, positions: Tensor, new: Tensor, new_positions: Tensor, chunks: Tensor, m: int,
+    longest: int,
+) -> None:  # fmt: skip
+    """Take the prompt chunks of a step into their buffer rows (METHOD.md, "Query buffer"), in place:
+    row = fps(row + candidates), then the recents behind it.
+
+    buffer [rows, H, C, D] and positions int32 [rows, H, C] of one layer (a row's parts lie together); new
+    [H, T, D] in the buffer's dtype and new_positions int64 [T], the step's queries. chunks int32 [n, 6]: row,
+    first of its tokens, queries held, candidates, queries kept, recents (which follow the candidates); no
+    row twice. kept: m, or what there is where that is less; without candidates the queries held. `longest`:
+    held + candidates are nowhere more (not needed here)."""
+    for row, first, held, candidates, kept, recents in chunks.tolist():
+        own = buffer[row]
+        own_at = positions[row]
+        # 1. The chunk's queries, head by head.
+        tokens = slice(first, first + candidates + recents)
+        chunk = new[:, tokens]
+        chunk_at = new_positions[tokens].int().expand(len(own), -1)
+        # 2. Queries held and candidates compete; the picks take the first slots.
+        if candidates:
+            pool = torch.cat((own[:, :held], chunk[:, :candidates]), dim=1)
+            pool_at = torch.cat((own_at[:, :held], chunk_at[:, :candidates]), dim=1)
+            counts = torch.full((len(pool),), held + candidates, dtype=torch.int32, device=pool.device)
+            picks = fps(pool, counts, kept)
+            own[:, :kept] = pool.gather(1, picks[..., None].expand(-1, -1, pool.shape[-1]))
+            own_at[:, :kept] = pool_at.gather(1, picks)
+        # 3. What came after the freeze is a recent.
+        end = kept + recents
+        own[:, kept:end] = chunk[:, candidates:]
+        own_at[:, kept:end] = chunk_at[:, candidates:]
+
+
 def scores(
     queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, page_table: Tensor,
     cached_lengths: Tensor, domains: Tensor, scale: float, max_cached_length: int, group: str = "max",

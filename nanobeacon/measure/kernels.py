@@ -23,7 +23,7 @@ from nanobeacon.kernels import choose, triton_kernels
 from . import GENERATED, TABLE_4
 
 CAPACITY, BEACONS, PERIODS = 32, 16, 8  # METHOD.md, "Query buffer"
-CHUNK = 512  # prompt tokens that prefill attention and fps take at once
+CHUNK = 512  # prompt tokens that prefill attention and reduce_chunks take at once
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,20 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
     stream = update.float()
     gate_up = random(requests, 2 * shape.mlp)
     slots, places = (rows * pages + 1) * shape.page, torch.zeros_like(rows)
-    prompt, prompt_counts = random(heads, chunk + BEACONS, dim), integers((heads,), chunk + BEACONS)
+    prompt = random(heads, chunk, dim)
+    prompt_positions = torch.arange(chunk, device=device)
+    one_chunk = torch.tensor([[0, 0, BEACONS, chunk, BEACONS, 0]], dtype=torch.int32, device=device)
     layer = cycle(range(layers))  # one after the other, so that no timing finds a layer in the L2 cache
 
     def store() -> torch.Tensor:
         at = next(layer)
         target = (keys[at], values[at], buffer[:, at], rows, places)
         return kernels.store(qkv, angles, angles, slots, *target, q_norm=q_norm, k_norm=k_norm, eps=eps)
+
+    def reduce_chunk() -> None:
+        at = next(layer)
+        target = (buffer[:, at], buffer_positions[:, at])
+        kernels.reduce_chunks(*target, prompt, prompt_positions, one_chunk, BEACONS, BEACONS + chunk)
 
     def attention(some: int, count: int) -> Callable:
         q, borders = random(some * count, heads, dim), count_up(some + 1) * count
@@ -104,8 +111,8 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
         "store": store,
         "decode attention": attention(requests, 1),
         "prefill attention": attention(1, chunk),
-        "fps": lambda: kernels.fps(prompt, prompt_counts, BEACONS),
         "reduce": lambda: kernels.reduce(buffer, buffer_positions, rows, full, BEACONS),
+        "reduce chunk": reduce_chunk,
         "scores": lambda: kernels.scores(*observed, dim**-0.5, cached),
         "compact": lambda: kernels.compact(keys, values, positions, table, keep, zeros),
     }
@@ -127,8 +134,8 @@ def costs(shape: Shape, requests: int, cached: int, layers: int) -> dict[str, tu
         "store": (2 * slot * requests + 3 * queries * vector + 4 * shape.dim * requests, 3 * rotated),
         "decode attention": (slot * requests * cached + 2 * queries * vector, 2 * dot * queries * cached),
         "prefill attention": (slot * cached + 2 * chunk * heads * vector, 2 * dot * seen),
-        "fps": (prompt * vector, dot * prompt * (BEACONS + 1)),
         "reduce": (buffered * (vector + 4) * (CAPACITY + BEACONS) // CAPACITY, dot * buffered * CAPACITY),
+        "reduce chunk": (prompt * vector, dot * prompt * (BEACONS + 1)),
         "scores": (held * (slot + 12 * kv_heads) + 2 * buffered * vector, 2 * dot * buffered * cached),
         "compact": (kept * 2 * (slot + 4 * kv_heads), 0),
     }

@@ -110,11 +110,13 @@ def configured(shape: Shape, family: str) -> ModelConfig:
 
 class Counted:
     """One model on "meta" with its cache, its query buffer and its evictor, and requests in the middle of
-    their lives. budget None: a full cache."""
+    their lives. budget None: a full cache, and no policy."""
 
-    def __init__(self, config: ModelConfig, requests: int, cached: int, budget: int | None) -> None:
+    def __init__(
+        self, config: ModelConfig, requests: int, cached: int, budget: int | None, policy: str
+    ) -> None:
         device, page = torch.device("meta"), 16
-        self.settings = settle("beacon", budget) if budget else None
+        self.settings = settle(policy, budget) if budget else None
         self.model = Decoder(config, torch.bfloat16, device, page)
         self.model.kernels = triton_kernels()
         pages_each = -(-cached // page) + 64
@@ -160,10 +162,11 @@ class Counted:
 
 
 def counted(
-    shape: Shape, family: str, requests: int, budget: int | None, call: Callable[[Counted], None]
-) -> Launches:
+    shape: Shape, family: str, requests: int, budget: int | None, call: Callable[[Counted], None],
+    policy: str = "beacon",
+) -> Launches:  # fmt: skip
     """What `call` launches on so many requests of 1,024 cached tokens."""
-    subject = Counted(configured(shape, family), requests, 1024, budget)
+    subject = Counted(configured(shape, family), requests, 1024, budget, policy)
     return count(partial(call, subject))
 
 

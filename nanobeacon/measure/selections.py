@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from ..cache import QueryBuffer
 from ..engine import Engine
 from ..eviction import Evictor
+from ..kernels import reference
 from ..policies import Policy
 from ..request import Request
 
@@ -50,32 +51,32 @@ class SelectingEvictor(Evictor):
         seed = int(request.chance(self.name, request.num_computed) * 2**53)
         generator = torch.Generator(held.device).manual_seed(seed)
         past = held[:, :, : request.num_computed].flatten(0, 1)
-        chosen = SELECTIONS[self.name](past.float(), policy.beacons, generator, self.kernels)
+        chosen = SELECTIONS[self.name](past.float(), policy.beacons, generator)
         row = self.queries.buffer[request.row]
         row[:, :, : policy.beacons] = chosen.unflatten(0, held.shape[:2]).to(row.dtype)
         if policy.recents:  # the last slots of both, position modulo recents
             row[:, :, policy.beacons :] = held[:, :, -policy.recents :]
 
 
-def farthest(past: Tensor, count: int, generator: Generator, kernels) -> Tensor:
+def farthest(past: Tensor, count: int, generator: Generator) -> Tensor:
     """FPS over the whole history, which Continual FPS approximates: past [B, N, D] -> [B, count, D]."""
     lengths = torch.full((len(past),), past.shape[1], dtype=torch.int32, device=past.device)
-    return _taken(past, kernels.fps(past, lengths, count))
+    return _taken(past, reference.fps(past, lengths, count))
 
 
-def centroids(past: Tensor, count: int, generator: Generator, kernels) -> Tensor:
+def centroids(past: Tensor, count: int, generator: Generator) -> Tensor:
     """The mean query of each cluster."""
     members = _members(past, _clusters(past, count, generator))
     return members @ past / members.sum(-1, keepdim=True).clamp(min=1)
 
 
-def central(past: Tensor, count: int, generator: Generator, kernels) -> Tensor:
+def central(past: Tensor, count: int, generator: Generator) -> Tensor:
     """The query nearest to the centroid of each cluster."""
     unit = F.normalize(past, dim=-1)
     return _taken(past, (unit @ _clusters(past, count, generator).mT).argmax(1))
 
 
-def averages(past: Tensor, count: int, generator: Generator, kernels) -> Tensor:
+def averages(past: Tensor, count: int, generator: Generator) -> Tensor:
     """Exponential moving averages over the history, one for each of DECAYS, their weights summing to 1."""
     ages = torch.arange(past.shape[1] - 1, -1, -1, device=past.device)
     weights = torch.stack([decay**ages for decay in DECAYS])
