@@ -10,6 +10,7 @@ from torch import Tensor
 from .cache import KVCache, QueryBuffer
 from .observation import Observation
 from .pages import one_run
+from .request import Request, SamplingParams
 from .scheduler import Plan
 
 
@@ -81,3 +82,14 @@ def _runs(plan: Plan, page_size: int) -> list[int | None]:
     """For a CPU, which reads pages that lie behind each other as a view, without a gather: the first slot of
     each such request, None for the others."""
     return [r.pages[0] * page_size if one_run(r.pages) else None for r in plan.requests]
+
+
+def padding_request(tokens: int, page_size: int, cached: int = 0) -> Request:
+    """Nobody's request: it reads so many tokens behind so many cached ones, all on the scratch page and in
+    the scratch row, where nobody looks. It fills up a batch, and warms kernels up."""
+    total = cached + tokens
+    request = Request(0, [0] * total, SamplingParams(), max_tokens=1, protected=1)
+    request.pages = [0] * -(-total // page_size)
+    request.num_computed = cached
+    request.cached_length = cached
+    return request

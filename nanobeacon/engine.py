@@ -19,18 +19,21 @@ from .cache import KVCache, QueryBuffer
 from .config import EngineConfig
 from .eviction import Evictor
 from .faults import Progress, is_out_of_memory
-from .graphs import DecodeGraphs
+from .graphs import DecodeGraphs, Recorder, buckets, can_record
+from .memory import free_bytes, step_bytes
 from .models.decoder import Decoder
 from .pages import PagePool
 from .prefix import PrefixCache
 from .processors import Processing
 from .request import Listener, Request, SamplingParams
 from .sampling import Draw, sample, token_logprobs, uniform
-from .scheduler import Plan, Scheduler
+from .scheduler import MOST_PREFILL_TOKENS, Plan, Scheduler
 from .stats import Stats
 from .tokenizer import TextStream, Tokenizer
+from .warmup import warm_up
 
 BORDER_ROWS = 16  # rows of the query buffer kept for known prefixes, beside those of running requests
+LOGIT_ROWS = 128  # rows of logits held at once, at least: given outputs have several a request
 CPU_POOL = 4 << 30  # bytes of keys and values that a CPU's pool takes at most by itself
 log = logging.getLogger("nanobeacon")
 
@@ -39,8 +42,9 @@ class Engine:
     """Continuous batching of requests on one model. `tokenizer` None: token ids alone, no text."""
 
     def __init__(
-        self, model: Decoder, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
-    ) -> None:
+        self, model: Decoder, config: EngineConfig, tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int], progress: bool = False,
+    ) -> None:  # fmt: skip
         self.model = model
         self.config = config
         self.tokenizer = tokenizer
@@ -51,14 +55,16 @@ class Engine:
         settings = config.eviction
         page_size = config.page_size
         rows = config.max_num_seqs + 1  # row 0 is the scratch row
+        self.logit_rows = max(config.max_num_seqs, LOGIT_ROWS)  # held at once
         self.max_model_len = config.max_model_len or shape.max_position_embeddings
         self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
         # 1. Memory: query buffers first, then as many pages as fit beside them.
         borders = range(rows, rows + BORDER_ROWS) if self._shares_queries() else range(0)
         self.queries = QueryBuffer(settings, shape, rows + len(borders), dtype, device)
         pages_each = -(-self.max_model_len // page_size)
-        values = shape.num_layers * shape.num_kv_heads * page_size * shape.head_dim
-        self.page_bytes = 2 * values * dtype.itemsize  # keys and values of a page, all layers and heads
+        slot_bytes = 2 * shape.head_dim * dtype.itemsize + 4  # key, value and position
+        self.page_bytes = shape.num_layers * shape.num_kv_heads * page_size * slot_bytes
+        self.records = config.cuda_graphs and can_record(model)
         num_pages = config.num_pages or self._pages_that_fit(pages_each)
         most_pages = min(pages_each, num_pages)  # of one request
         self.pool = PagePool(num_pages + 1)  # page 0 is the scratch page
@@ -71,16 +77,13 @@ class Engine:
             config.max_num_seqs,
             config.chunk,
             settings.budget if settings else None,
-            ahead=lambda request: self.evictor.ahead(request),  # a test may replace the evictor
             prefix=self._prefix_cache(borders),
         )
-        # 3. A decode step is replayed from a graph where there are graphs.
+        # 3. Nothing is compiled while somebody waits; a decode step is replayed where graphs are possible.
         self.forward_decode = model
-        if config.cuda_graphs and device.type == "cuda":
-            most_tokens = most_pages * page_size
-            self.forward_decode = DecodeGraphs(
-                model, self.cache, self.queries, config.max_num_seqs, most_tokens
-            )
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._prepare(most_pages * page_size, progress)
         self.stats = Stats()
         self._arrivals = count()
         self._lock = threading.RLock()  # several threads may submit, step and abort
@@ -92,6 +95,18 @@ class Engine:
             str(dtype).removeprefix("torch."), device, num_pages, page_size,
             num_pages * self.page_bytes / 1e9, len(self.queries.buffer) * self.queries.row_bytes / 1e6,
         )  # fmt: skip
+
+    def _prepare(self, most_tokens: int, progress: bool) -> None:
+        """Compile kernels and record decode steps, on the scratch page and the scratch row."""
+        config = self.config
+        warm_up(self.model, self.cache, self.queries, self.evictor, config.chunk, config.max_num_seqs)
+        if self.records:
+            recorder = Recorder(self.model.device)
+            graphs = DecodeGraphs(
+                self.model, self.cache, self.queries, config.max_num_seqs, most_tokens, recorder
+            )
+            graphs.record_all(progress)
+            self.forward_decode = graphs
 
     def _shares_queries(self) -> bool:
         """Whether a policy's queries at a border are a function of the tokens before it, and worth keeping.
@@ -116,15 +131,29 @@ class Engine:
         )
 
     def _pages_that_fit(self, pages_each: int) -> int:
-        """GPU: `gpu_memory` of what is free now; CPU: what `max_num_seqs` requests need, CPU_POOL at most."""
+        """GPU: `gpu_memory` of what is free now, less what a step takes; CPU: what `max_num_seqs` requests
+        need, CPU_POOL at most."""
         device, page_bytes = self.model.device, self.page_bytes
         if device.type == "cuda":
-            room = int(torch.cuda.mem_get_info(device)[0] * self.config.gpu_memory)
+            room = int(free_bytes(device) * self.config.gpu_memory) - self._step_bytes()
         else:
             room = min(CPU_POOL, self.config.max_num_seqs * pages_each * page_bytes)
         if room < page_bytes:
             raise ValueError(f"num_pages: {room} bytes are free for the cache, one page takes {page_bytes}")
         return min(room // page_bytes, self.config.max_num_seqs * pages_each)
+
+    def _step_bytes(self) -> int:
+        """What a step may take on a GPU beside what is allocated before the first one."""
+        config = self.config
+        recorded = len(buckets(config.max_num_seqs)) if self.records else 0
+        return step_bytes(
+            self.model.config,
+            self.model.dtype,
+            tokens=max(config.chunk, MOST_PREFILL_TOKENS, config.max_num_seqs),
+            logit_rows=self.logit_rows,
+            graphs=recorded,
+            graph_tokens=config.max_num_seqs,
+        )
 
     def submit(
         self, prompt: list[int], params: SamplingParams, forced: list[int] | None = None,
@@ -208,7 +237,7 @@ class Engine:
         with self._at_work(), torch.cuda.device_of(self.cache.keys):  # Triton launches on the current GPU
             if self._plan is not None:  # the lock lets its own thread in
                 raise RuntimeError("on_logits and logits_processor cannot use the LLM that is calling them")
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(self.evictor.ahead)
             return None if plan is None else self._run_within_memory(plan)
 
     @contextmanager
@@ -308,10 +337,11 @@ class Engine:
             ready[fork] = ready[fork.leader]
         # 4. Sample from the rows that have an answer to give; requests may end here.
         takers = [(request, token) for request, tokens in ready.items() for token in tokens]
-        if takers:
-            index = torch.tensor([token for _, token in takers], device=hidden.device)
+        for first in range(0, len(takers), self.logit_rows):
+            some = takers[first : first + self.logit_rows]
+            index = torch.tensor([token for _, token in some], device=hidden.device)
             logits = self.model.logits(hidden[index], self.vocabulary)
-            self._take_tokens([request for request, _ in takers], logits)
+            self._take_tokens([request for request, _ in some], logits)
         for fork in forks:
             fork.leader = None
         # 5. Evict, of those that go on.

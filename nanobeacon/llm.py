@@ -109,7 +109,7 @@ class LLM:
             self.bos_token_id = self.tokenizer.bos_token_id
             _warn_without_end(eos, self.tokenizer, shape.vocab_size)
         self.model_config = shape
-        self.engine = Engine(decoder, config, self.tokenizer, frozenset(eos))
+        self.engine = Engine(decoder, config, self.tokenizer, frozenset(eos), progress)
 
     @property
     def stats(self) -> Stats:

@@ -99,8 +99,15 @@ def sample_exact(logits: Tensor, draw: Draw) -> int:
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Raw log-probabilities float32 [R] of token_ids int64 [R] under logits [R, V]; the k best ids int64
     [R, k], equal ones in ascending order, and theirs, float32 [R, k]."""
-    ids = torch.cat([token_ids.unsqueeze(-1), _ranked(logits.float(), min(k, logits.shape[-1]))], -1)
-    values = (logits.gather(-1, ids).double() - logits.double().logsumexp(-1, keepdim=True)).float()
+    best = min(k, logits.shape[-1])
+    ids = logits.new_empty(len(logits), 1 + best, dtype=torch.int64)
+    values = logits.new_empty(ids.shape, dtype=torch.float32)
+    for at in range(0, len(logits), ROWS):
+        some = slice(at, at + ROWS)
+        ids[some, 0] = token_ids[some]
+        ids[some, 1:] = _ranked(logits[some].float(), best)
+        wide = logits[some].double()
+        values[some] = wide.gather(-1, ids[some]) - wide.logsumexp(-1, keepdim=True)
     return values[:, 0], ids[:, 1:], values[:, 1:]
 
 

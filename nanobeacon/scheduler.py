@@ -14,6 +14,9 @@ from .request import Request
 log = logging.getLogger("nanobeacon")
 
 
+MOST_PREFILL_TOKENS = 2048  # of one step, unless one chunk is longer
+
+
 @dataclass(frozen=True)
 class Plan:
     """The rows of one forward pass: each request and how many of its next tokens it computes."""
@@ -48,19 +51,16 @@ class Plan:
 
 
 class Scheduler:
-    """Requests in arrival order, `max_num_seqs` seats, one pool. budget None: caches grow with the output.
-    `ahead` says how many tokens a request with a given output may feed at once."""
+    """Requests in arrival order, `max_num_seqs` seats, one pool. budget None: caches grow with the output."""
 
     def __init__(
         self, pool: PagePool, page_size: int, max_num_seqs: int, chunk: int, budget: int | None = None,
-        max_prefill_tokens: int = 2048, ahead: Callable[[Request], int] = lambda request: 1,
-        prefix: PrefixCache | None = None,
+        max_prefill_tokens: int = MOST_PREFILL_TOKENS, prefix: PrefixCache | None = None,
     ) -> None:  # fmt: skip
         self.pool = pool
         self.page_size = page_size
         self.chunk = chunk
         self.budget = budget
-        self.ahead = ahead
         self.max_prefill_tokens = max(chunk, max_prefill_tokens)  # a step can always take one whole chunk
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
@@ -87,8 +87,10 @@ class Scheduler:
         assert self.fits(request), "the engine refuses what can never fit"
         self.waiting.append(request)
 
-    def plan(self) -> Plan | None:
-        """The next forward pass, or None when nobody waits or runs. Prefill and decode steps take turns."""
+    def plan(self, ahead: Callable[[Request], int] = lambda request: 1) -> Plan | None:
+        """The next forward pass, or None when nobody waits or runs. Prefill and decode steps take turns.
+
+        `ahead` says how many tokens a request with a given output may feed at once."""
         # 1. Whoever finds a seat and pages begins to run.
         self._admit()
         # 2. After a prefill step comes a decode step, if anybody decodes: neither starves.
@@ -98,7 +100,7 @@ class Scheduler:
             plan = self._plan_prefill()
         # 3. No prompt is left to read, or it is the decoders' turn.
         if plan is None:
-            plan = self._plan_decode(decoders)
+            plan = self._plan_decode(decoders, ahead)
         self._decode_next = plan is not None and plan.prefill
         return plan
 
@@ -217,13 +219,13 @@ class Scheduler:
         request.pages_changed = True
         self._begin_behind(request, found)
 
-    def _plan_decode(self, decoders: list[Request]) -> Plan | None:
+    def _plan_decode(self, decoders: list[Request], ahead: Callable[[Request], int]) -> Plan | None:
         """One token for each, or what a given output allows, oldest first."""
         requests: list[Request] = []
         lengths: list[int] = []
         for request in decoders:
             # 1. How many tokens: one is sampled at a time, given ones go up to what is due next.
-            length = min(request.num_given, self.ahead(request)) if request.forced else 1
+            length = min(request.num_given, ahead(request)) if request.forced else 1
             # 2. Room for them; the newest request gives up its pages where none is left, maybe this one.
             self._grow(request, request.cached_length + length)
             if request.row:

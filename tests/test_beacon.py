@@ -205,7 +205,8 @@ def test_the_cache_never_exceeds_its_bound(
             engine.abort(requests[0])
     assert engine.scheduler.preemptions == 0 and engine.pool.used_count == 0
     shape = llm.model_config
-    bytes_each = page_size * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    slot_bytes = 2 * shape.head_dim * 4 + 4  # key, value and position
+    bytes_each = page_size * shape.num_layers * shape.num_kv_heads * slot_bytes
     assert llm.stats.peak_kv_bytes % bytes_each == 0
     worst = sum(
         -(-min(n + tokens, (n if protect == "prompt" else protect) + budget) // page_size) for n in lengths
@@ -281,7 +282,7 @@ def test_a_given_output_fed_many_tokens_at_once_is_read_as_token_by_token(models
     seen = []
     for ahead in (None, lambda request: 1):
         llm = engine_for(models["qwen3"][0], num_pages=30 if policy is None else 200, **eviction)
-        llm.engine.scheduler.ahead = ahead or llm.engine.scheduler.ahead
+        llm.engine.evictor.ahead = ahead or llm.engine.evictor.ahead
         pairs = zip(prompts, params, given, strict=True)
         requests = [llm.engine.submit(p, how, forced=g)[0] for p, how, g in pairs]
         steps = 0

@@ -18,8 +18,9 @@ from nanobeacon.config import read_config
 from nanobeacon.measure import common, crossover, fidelity, plots, systems, throughput
 
 CPU = "--device cpu --dtype float32"
-# A token of the tiny model in float32: keys and values, layers, KV heads, head dim, bytes
-SLOT = 2 * 2 * 2 * 16 * 4
+# A token of the tiny model in float32: layers, KV heads, (keys and values of a head dim, bytes)
+KEYS_AND_VALUES = 2 * 2 * (2 * 16 * 4)
+SLOT = 2 * 2 * (2 * 16 * 4 + 4)  # and its position
 
 
 class Inline:
@@ -94,7 +95,7 @@ def test_throughput_beside_transformers(run, folder, inline, tmp_path):
             assert (stated["low"], stated["high"]) == (min(rates), max(rates))
             assert stated["median"] == pytest.approx(sum(rates) / 2)
         assert min(row["memory_bytes"]) > 10e6 and min(row["step_ms_start"] + row["step_ms_end"]) > 0
-    assert rows["transformers"]["kv_bytes"] == [2 * (20 + 89) * SLOT] * 2
+    assert rows["transformers"]["kv_bytes"] == [2 * (20 + 89) * KEYS_AND_VALUES] * 2
     assert (
         rows["full"]["kv_bytes"] == [2 * 7 * 16 * SLOT] * 2
     )  # 109 tokens; the last one sampled is never fed

@@ -232,7 +232,7 @@ def test_stats_add_up(tmp_path):
     assert stats.prompt_tokens == 43 and stats.output_tokens == 20
     assert stats.prefill_seconds > 0 and stats.decode_seconds > 0 and stats.evictions == 0
     assert stats.peak_cached_tokens == 49  # the last token sampled is never fed
-    assert stats.peak_kv_bytes == stats.full_kv_bytes == (4 + 1) * 16 * 2 * 2 * 2 * 16 * 4
+    assert stats.peak_kv_bytes == stats.full_kv_bytes == (4 + 1) * 16 * 2 * 2 * (2 * 16 * 4 + 4)
 
 
 @pytest.mark.parametrize("policy", ["random", "random-query"])

@@ -1,19 +1,35 @@
-"""Padding and bucketing of recorded decode steps, on a CPU: the recording's stand-in runs the same tensors
-again."""
+"""Recorded decode steps and the warm-up before them, on a CPU: stand-ins take the place of CUDA's streams and
+recordings, and run the same tensors again."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import prompt_of, tiny_folder
 
-from nanobeacon import LLM, SamplingParams
-from nanobeacon.graphs import DecodeGraphs, buckets
+from nanobeacon import LLM, SamplingParams, engine, graphs
+from nanobeacon.graphs import DecodeGraphs, Recorder, buckets, can_record
+from nanobeacon.kernels import reference
+from nanobeacon.warmup import warm_up
+
+GREEDY = dict(temperature=0.0, ignore_eos=True)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 9, 16, 17, 192])
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 9, 16, 17, 64, 65, 192, 320])
 def test_every_batch_size_has_a_bucket(most):
     sizes = buckets(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
     assert all(any(b >= n for b in sizes) for n in range(1, most + 1))
+
+
+def test_large_batches_have_few_buckets():
+    assert len(buckets(320)) == 19 and buckets(320)[-3:] == [256, 288, 320]
+
+
+def graphs_of(llm: LLM, record, most: int = 4) -> DecodeGraphs:
+    it = llm.engine
+    return DecodeGraphs(it.model, it.cache, it.queries, most, it.max_model_len, record)
 
 
 @pytest.mark.parametrize("policy", [None, "beacon", "recent", "initial", "random-query", "streaming"])
@@ -23,35 +39,171 @@ def test_recorded_steps_give_the_same_tokens(tmp_path, policy):
         dict(policy=policy, budget=48) | ({} if policy == "streaming" else dict(window=16)) if policy else {}
     )
     prompts = [prompt_of(n) for n in (3, 17, 40, 8, 9)]
-    params = [SamplingParams(max_tokens=m, temperature=0.0, ignore_eos=True) for m in (70, 20, 64, 5, 33)]
-    outputs, recorded = [], []
+    params = [SamplingParams(max_tokens=m, **GREEDY) for m in (70, 20, 64, 5, 33)]
+    outputs, recorded, replayed = [], [], []
     for with_graphs in (False, True):
         llm = LLM(folder, dtype="float32", device="cpu", max_num_seqs=4, page_size=8, **options)
-        engine = llm.engine
         if with_graphs:
 
             def record(forward):
-                recorded.append(forward())
-                return forward
+                size = len(forward())
+                recorded.append(size)
+                return lambda: replayed.append(size) or forward()
 
-            most = engine.max_model_len
-            engine.forward_decode = DecodeGraphs(engine.model, engine.cache, engine.queries, 4, most, record)
-            engine.cache.keys[:, :, 0].fill_(float("nan"))  # what padded rows read never reaches a real one
+            llm.engine.forward_decode = graphs_of(llm, record)
+            llm.engine.forward_decode.record_all()
+            llm.engine.cache.keys[:, :, 0].fill_(float("nan"))  # what padded rows read reaches no real one
         outputs.append([o.token_ids for o in llm.generate(prompts, params)])
     assert outputs[0] == outputs[1]
-    assert [len(h) for h in recorded] == [1, 2, 4][-len(recorded) :] or len(recorded) == 3
+    assert recorded == [4, 2, 1]  # the largest first, and none of them later
+    assert set(replayed) == {4, 2, 1}
 
 
-def test_impossible_recordings_fall_back_with_one_line(tmp_path, caplog):
-    llm = LLM(tiny_folder(tmp_path, "llama"), dtype="float32", device="cpu")
-    engine = llm.engine
+@pytest.mark.parametrize("possible", [(), (1, 4)])
+def test_a_bucket_that_fails_leaves_the_others(tmp_path, caplog, possible):
+    llm = LLM(tiny_folder(tmp_path, "llama"), dtype="float32", device="cpu", max_num_seqs=4)
+    replayed = []
 
     def record(forward):
-        raise RuntimeError("no graphs on this device")
+        size = len(forward())
+        if size not in possible:
+            raise RuntimeError("no graphs on this device")
+        return lambda: replayed.append(size) or forward()
 
-    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    prompts = [prompt_of(5), prompt_of(6)]
+    params = SamplingParams(max_tokens=9, **GREEDY)
+    wanted = [o.token_ids for o in llm.generate(prompts, params)]
+    llm.engine.forward_decode = graphs_of(llm, record)
+    llm.engine.forward_decode.record_all()
+    assert [o.token_ids for o in llm.generate(prompts, params)] == wanted
+    assert set(replayed) == ({4} if possible else set())  # two requests take the next one that is there
+    warnings = [r.message for r in caplog.records if "no graphs on this device" in r.message]
+    assert len(warnings) == 1 and ("1, 2, 4" if not possible else "with 2 requests") in warnings[0]
+
+
+def test_reference_kernels_are_not_recorded():
+    """They read the device, which a recording cannot."""
+    cuda = torch.device("cuda")
+    assert not can_record(SimpleNamespace(device=cuda, kernels=reference))
+    assert can_record(SimpleNamespace(device=cuda, kernels=SimpleNamespace()))
+    assert not can_record(SimpleNamespace(device=torch.device("cpu"), kernels=SimpleNamespace()))
+
+
+class PretendedCuda:
+    """The part of `torch.cuda` that a recording uses; like torch's own, a recording that fails does not set
+    the stream back."""
+
+    def __init__(self) -> None:
+        self.current = "default"
+        self.pools = 0
+        self.used = []  # (stream, pool, error mode) of each recording
+
+    def Stream(self, device):
+        return SimpleNamespace(device=device, wait_stream=lambda other: None)
+
+    def current_stream(self, device):
+        return SimpleNamespace(name=self.current, wait_stream=lambda other: None)
+
+    def set_stream(self, stream):
+        self.current = stream.name
+
+    def graph_pool_handle(self):
+        self.pools += 1
+        return self.pools
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=lambda: None)
+
+    @contextmanager
+    def stream(self, stream):
+        yield
+
+    @contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        self.current = "recording"
+        self.used.append((stream, pool, capture_error_mode))
+        yield
+        self.current = "default"
+
+
+def test_a_recording_has_its_own_stream_and_a_failed_one_gives_the_thread_back(monkeypatch):
+    cuda = PretendedCuda()
+    monkeypatch.setattr(graphs.torch, "cuda", cuda)
+    first, second = Recorder(torch.device("cuda:0")), Recorder(torch.device("cuda:1"))
+    calls = []
+
+    def forward():
+        calls.append(cuda.current)
+        if len(calls) == 2:
+            raise RuntimeError("not while a recording runs")
+        return "hidden"
+
+    with pytest.raises(RuntimeError):
+        first(forward)
+    assert calls == ["default", "recording"] and cuda.current == "default"
+    assert first(forward)() == "hidden" and second(forward)() == "hidden" and cuda.current == "default"
+    streams, pools, modes = zip(*cuda.used, strict=True)
+    assert [s.device.index for s in streams] == [0, 0, 1] and streams[0] is streams[1]
+    assert pools == (1, 1, 2) and set(modes) == {"thread_local"}
+
+
+def test_an_engine_prepares_its_graphs_before_the_first_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "Recorder", lambda device: lambda forward: forward)
+    llm = LLM(tiny_folder(tmp_path, "qwen3"), dtype="float32", device="cpu", max_num_seqs=4)
+    params = SamplingParams(max_tokens=9, **GREEDY)
     wanted = llm.generate([prompt_of(5)], params)[0].token_ids
-    engine.forward_decode = DecodeGraphs(engine.model, engine.cache, engine.queries, 16, 2048, record)
+    llm.engine.records = True
+    llm.engine._prepare(2048, progress=False)
+    assert sorted(llm.engine.forward_decode._recordings) == [1, 2, 4]
     assert llm.generate([prompt_of(5)], params)[0].token_ids == wanted
-    assert sum("no graphs on this device" in r.message for r in caplog.records) == 1
-    assert torch.isfinite(engine.model.embedding).all()
+
+
+@pytest.mark.parametrize("options", [{}, dict(budget=48, window=16), dict(policy="recent", budget=48)])
+def test_nothing_is_compiled_while_requests_are_served(tmp_path, options):
+    pytest.importorskip("triton")
+    from nanobeacon.kernels import triton_kernels
+    from nanobeacon.measure.kernels import recorded_launches, source_of
+
+    def variants(launches):
+        """What a compilation depends on."""
+        found = set()
+        for kernel, arguments, chosen in launches:
+            source = source_of(kernel, arguments)
+            parts = (source.signature, source.constants, source.attrs, chosen)
+            found.add((kernel.__name__, *(str(sorted(part.items())) for part in parts)))
+        return found
+
+    folder = tiny_folder(tmp_path, "qwen3")
+    llm = LLM(folder, dtype="float32", device="cpu", max_num_seqs=4, chunk=32, **options)
+    it = llm.engine
+    kernels = triton_kernels()
+    it.model.kernels = it.evictor.kernels = kernels
+    if it.evictor.ranker is not None:
+        it.evictor.ranker.kernels = kernels
+    it.model.logits = lambda hidden, vocabulary: torch.zeros(len(hidden), vocabulary)  # nothing is computed
+    with recorded_launches() as launches:
+        warm_up(it.model, it.cache, it.queries, it.evictor, it.config.chunk, 4)
+        warmed = variants(launches)
+        launches.clear()
+        prompts = [prompt_of(n) for n in (1, 3, 17, 31, 33, 80)]
+        params = [SamplingParams(max_tokens=m, **GREEDY) for m in (150, 20, 64, 5, 200, 300)]
+        outputs = llm.generate(prompts, params)
+    assert [len(o.token_ids) for o in outputs] == [150, 20, 64, 5, 200, 300]
+    assert variants(launches) <= warmed
+    assert (it.evictor.evictions > 0) == bool(options)
+
+
+def test_a_warm_up_leaves_nothing_behind(tmp_path):
+    folder = tiny_folder(tmp_path, "qwen3")
+    options = dict(dtype="float32", device="cpu", max_num_seqs=4, chunk=32, budget=48, window=16, trace=True)
+    params = SamplingParams(max_tokens=99, temperature=1.0, seed=5, ignore_eos=True)
+    llm = LLM(folder, **options)
+    wanted = llm.generate([prompt_of(40)], params)[0]
+    llm = LLM(folder, **options)
+    it = llm.engine
+    warm_up(it.model, it.cache, it.queries, it.evictor, it.config.chunk, 4)
+    assert it.evictor.evictions == 0 and it.pool.used_count == 0 and llm.stats.prompt_tokens == 0
+    found = llm.generate([prompt_of(40)], params)[0]
+    assert found.token_ids == wanted.token_ids and len(found.trace) == len(wanted.trace) > 0
+    for ours, theirs in zip(found.trace, wanted.trace, strict=True):
+        assert torch.equal(ours.kept, theirs.kept)

@@ -101,7 +101,7 @@ def test_a_packed_model_says_what_a_plain_one_says(tmp_path, monkeypatch, family
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("has_instructions", [False, True])
 def test_a_float16_checkpoint_keeps_its_bits_on_every_cpu(tmp_path, monkeypatch, family, has_instructions):
-    """Its logits are those of transformers in float32 up to the cache's rounding, nearer than bf16 weights."""
+    """Its logits are those of transformers in float32 but for the cache's rounding: nearer than bf16 is."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
     model = tiny_model(family).half()
     model.save_pretrained(tmp_path)

@@ -1,9 +1,9 @@
 """Fast linear maps on a CPU with float16 weights: everything that is done for a CPU alone.
 
-Without instructions for it a product with bf16 weights crawls. Packed, the weights are float16 in the order in
-which AVX2 reads them, converted in registers, and activations are float32. A float16 checkpoint is packed on
-every CPU: so its weights keep all their bits. Knows linear maps and the decoder that holds them; nothing of
-attention or caches.
+Without instructions for it a product with bf16 weights crawls. Packed, the weights are float16 in the order
+in which AVX2 reads them, converted in registers, and activations are float32. A float16 checkpoint is
+packed on every CPU: so its weights keep all their bits. Knows linear maps and the decoder that holds them;
+nothing of attention or caches.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,48 @@
+"""Bytes that a step needs beside weights, caches and query buffers: what the page pool must leave free on a
+GPU.
+
+Arithmetic on shapes alone, each an upper bound. Knows nothing of requests, and of steps only their sizes.
+"""
+
+import torch
+
+from .config import ModelConfig
+from .eviction import SCRATCH
+from .sampling import ROWS
+
+SAMPLED = 64  # bytes a logit while a row is sampled, ROWS rows at a time (tests/test_memory.py measures it)
+LIBRARIES = 256 << 20  # workspaces of matrix products, compiled kernels
+GRAPH = 8 << 20  # what the driver keeps of one recorded decode step
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can be allocated on a GPU: what the driver has, and what torch keeps of tensors that are gone."""
+    from_driver, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return from_driver + cached
+
+
+def step_bytes(
+    config: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int, graphs: int, graph_tokens: int
+) -> int:
+    """The most that a step may take for itself.
+
+    tokens: of the longest forward pass. logit_rows: whose logits are held at once. graphs: how many decode
+    steps are recorded, the largest of `graph_tokens`; their memory is theirs alone.
+    """
+    forward = tokens * _activations(config, dtype)
+    recorded = graphs * GRAPH + graph_tokens * _activations(config, dtype) if graphs else 0
+    logits = logit_rows * config.vocab_size * (dtype.itemsize + 4)  # as the head gives them, and in float32
+    sampling = min(ROWS, logit_rows) * config.vocab_size * SAMPLED
+    # Sampling and eviction come after the forward pass, one after the other, while the logits are there.
+    return recorded + max(forward, logits + max(sampling, SCRATCH)) + LIBRARIES
+
+
+def _activations(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes a token of everything that one layer makes, and of the stream, as if nothing were reused."""
+    stream = 4 * config.hidden_size  # float32
+    normed_and_update = 2 * config.hidden_size
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    rotated_unrotated_attended = 3 * config.num_heads * config.head_dim
+    mlp = 3 * config.intermediate_size  # gate and up, and their product
+    return stream + dtype.itemsize * (normed_and_update + qkv + rotated_unrotated_attended + mlp)

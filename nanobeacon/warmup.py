@@ -1,0 +1,64 @@
+"""One pass of every kind before the first request, so that no kernel is compiled while somebody waits.
+
+Kernels are compiled for a few properties of their arguments, most of them powers of two; the passes here take
+each in turn. They run on the scratch page and the scratch row, and leave nothing behind.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from .batch import Batch, padding_request
+from .cache import KVCache, QueryBuffer
+from .eviction import Evictor
+from .models.decoder import Decoder
+from .request import Request
+from .scheduler import Plan
+
+
+@torch.inference_mode()
+def warm_up(
+    model: Decoder, cache: KVCache, queries: QueryBuffer, evictor: Evictor, chunk: int, max_num_seqs: int
+) -> None:
+    """Prefill steps with chunks up to `chunk` tokens, decode steps behind up to a whole page table, and
+    reductions and evictions of up to `max_num_seqs` requests.
+
+    A policy's own score is left out: a user's function is not called for nobody."""
+    most_tokens = cache.page_table.shape[1] * cache.page_size
+    # 1. Prefill, in every power of two and at the two ends.
+    for tokens in _sizes(min(chunk, most_tokens)):
+        request = padding_request(tokens, cache.page_size)
+        request.protected = tokens
+        model(_prefill(request, tokens, cache, queries), cache, queries)
+    # 2. The chunk after it, whose queries compete with those that are held.
+    if queries.capacity and chunk < most_tokens:
+        request = padding_request(chunk, cache.page_size)
+        request.buffer_count = evictor.settings.policy.beacons
+        model(_prefill(request, chunk, cache, queries), cache, queries)
+    # 3. Decode steps, behind every power of two of cached tokens.
+    for tokens in _sizes(most_tokens):
+        request = padding_request(1, cache.page_size, cached=tokens - 1)
+        model(Batch.build(Plan([request], [1], prefill=False), cache, queries), cache, queries)
+    # 4. Eviction and reduction, where a request can get so far.
+    settings = evictor.settings
+    if settings is None or settings.policy.score is not None or settings.budget + 1 > most_tokens:
+        return
+    for count in _sizes(max_num_seqs):
+        full = [padding_request(0, cache.page_size, cached=settings.budget + 1) for _ in range(count)]
+        for request in full:
+            request.buffer_count = queries.capacity
+        evictor.after_step(full)
+    evictor.evictions = 0
+
+
+def _sizes(most: int) -> Iterator[int]:
+    """1, 2, 4 … and `most`."""
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
+    yield most
+
+
+def _prefill(request: Request, tokens: int, cache: KVCache, queries: QueryBuffer) -> Batch:
+    return Batch.build(Plan([request], [tokens], prefill=True), cache, queries)
