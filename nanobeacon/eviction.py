@@ -14,11 +14,11 @@ from .policies import EvictionSettings
 from .ranking import Due, Ranker
 from .request import Request
 from .rope import Rope
+from .staging import to_device
 
 AHEAD = 32  # tokens of a given output that one step may feed: their logits are all held at once
-SCRATCH = 512 << 20  # bytes that one group of requests may use for rotated queries and scores
-QUERY_SCRATCH = 12  # bytes of scratch for each number in a query buffer row: float32 copies and halves
-SCORE_SCRATCH = 16  # bytes of scratch for each slot, layer and KV head: scores, ranks and their order
+SCRATCH = 512 << 20  # bytes that one group of requests may use for scores
+SCORE_SCRATCH = 40  # bytes of it for each slot, layer and KV head: scores, ranks, and their order in sorting
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Choice:
     """What stays of the caches that one eviction takes together."""
 
     due: Due
-    first_evictable: Tensor  # int32 [B]
     keep: Tensor  # int32 [B, L, K, kept], slots in order of age
     best_scores: Tensor | None  # float32 [B, L, K, kept - window]: what a policy's own score gave the best
 
@@ -108,8 +107,7 @@ class Evictor:
             return []
         layers, num_kv_heads = self.cache.keys.shape[:2]
         longest = max(r.cached_length for r in requests)
-        numbers_in_a_row = self.queries.buffer[0].numel()
-        bytes_each = QUERY_SCRATCH * numbers_in_a_row + SCORE_SCRATCH * layers * num_kv_heads * longest
+        bytes_each = SCORE_SCRATCH * layers * num_kv_heads * longest
         size = max(1, SCRATCH // bytes_each)
         return [requests[first : first + size] for first in range(0, len(requests), size)]
 
@@ -117,10 +115,13 @@ class Evictor:
         """buffer = FPS(buffer, beacons), all layers and heads of all requests at once."""
         if not requests:
             return
-        device = self.queries.buffer.device
+        numbers = [[r.row for r in requests], [r.buffer_count for r in requests]]
+        rows, counts = to_device(numbers, self.queries.buffer.device)
+        self._reduce_rows(requests, rows, counts)
+
+    def _reduce_rows(self, requests: list[Request], rows: Tensor, counts: Tensor) -> None:
+        """The same, with what the device has to know: rows and the queries that they hold, int32 [B]."""
         beacons = self.settings.policy.beacons
-        rows = torch.tensor([r.row for r in requests], device=device)
-        counts = torch.tensor([r.buffer_count for r in requests], dtype=torch.int32, device=device)
         self.kernels.reduce(self.queries.buffer, self.queries.positions, rows, counts, beacons)
         for request in requests:
             request.buffer_count = min(request.buffer_count, beacons)
@@ -150,52 +151,82 @@ class Evictor:
                 request.finish_reason = "error"
                 request.error = f"its cache could not be evicted: {failure}"
 
-    def _selection(self, requests: list[Request]) -> Choice:
-        """Rank what may go and settle what stays. Changes nothing."""
+    def _staged(self, requests: list[Request]) -> Due:
+        """What the device has to know of these requests, in one copy."""
         settings = self.settings
         cache = self.cache
         device = cache.keys.device
-        rows = torch.tensor([r.row for r in requests], device=device)
+        rotations: list[int] = []
+        domains: list[int] = []
+        for request in requests:
+            domains += self.ranker.domain(request)
+            if self.queries.capacity:
+                rotations += self.queries.rotations(request)
+        numbers = [
+            [r.row for r in requests],
+            [r.cached_length for r in requests],
+            [len(r.prompt_token_ids) for r in requests],
+            [r.protected for r in requests],
+            [r.buffer_count for r in requests],
+            domains,
+            rotations,
+        ]
+        rows, lengths, prompt_lengths, first_evictable, counts, domains_there, at = to_device(numbers, device)
         longest = max(r.cached_length for r in requests)
-        page_table = cache.page_table[rows, : -(-longest // cache.page_size)]
-        first_evictable = torch.tensor([r.protected for r in requests], dtype=torch.int32, device=device)
-        # 1. The candidates: what is not protected and not among the newest `window`.
-        num_candidates = settings.budget - settings.window
-        index = torch.arange(num_candidates, device=device)
-        candidates = first_evictable[:, None].long() + index
-        # 2. What each is worth, in every layer and KV head.
-        due = Due(requests, rows, page_table, candidates, longest)
+        num_pages = -(-longest // cache.page_size)
+        # The candidates are what is not protected and not among the newest `window`.
+        index = torch.arange(settings.budget - settings.window, device=device)
+        return Due(
+            requests=requests,
+            rows=rows,
+            cached_lengths=lengths,
+            prompt_lengths=prompt_lengths,
+            first_evictable=first_evictable,
+            buffer_counts=counts,
+            domains=domains_there.view(-1, 2),
+            query_positions=at.view(len(requests), self.queries.capacity),
+            page_table=cache.page_table[:, :num_pages].index_select(0, rows),
+            candidates=first_evictable[:, None] + index,
+            longest=longest,
+        )
+
+    def _selection(self, requests: list[Request]) -> Choice:
+        """Rank what may go and settle what stays. Changes nothing."""
+        settings = self.settings
+        # 1. What each candidate is worth, in every layer and KV head.
+        due = self._staged(requests)
         ranks = self.ranker.ranks(due)
-        # 3. The best, as many as the window leaves room for; of equal ones the older. Back in order of age.
+        # 2. The best, as many as the window leaves room for; of equal ones the older. Back in order of age.
         order = ranks.sort(stable=True, dim=-1, descending=True).indices
-        best = order[..., : settings.kept - settings.window].sort(-1).values
-        # 4. The window stays too.
-        newest = torch.arange(num_candidates, settings.budget, device=device).expand(*ranks.shape[:3], -1)
-        keep = torch.cat((best, newest), dim=-1).int() + first_evictable[:, None, None, None]
-        best_scores = ranks.gather(-1, best) if settings.policy.score is not None else None
-        return Choice(due, first_evictable, keep.contiguous(), best_scores)
+        best = order[..., : settings.kept - settings.window].int().sort(-1).values
+        # 3. The window stays too.
+        newest = torch.arange(ranks.shape[-1], settings.budget, dtype=torch.int32, device=ranks.device)
+        chosen = torch.cat((best, newest.expand(*ranks.shape[:3], -1)), dim=-1)
+        keep = chosen + due.first_evictable[:, None, None, None]
+        best_scores = ranks.gather(-1, best.long()) if settings.policy.score is not None else None
+        return Choice(due, keep, best_scores)
 
     def _move(self, choice: Choice) -> None:
         """Leave only what stays; the caches, their lengths and the query buffers change here."""
         settings = self.settings
         cache = self.cache
         requests = choice.due.requests
-        # 5. Move what stays together, right behind the protected tokens.
+        # 4. Move what stays together, right behind the protected tokens.
         self.kernels.compact(
             cache.keys,
             cache.values,
             cache.positions,
             choice.due.page_table,
             choice.keep,
-            choice.first_evictable,
+            choice.due.first_evictable,
         )
         for request in requests:
             request.cached_length = request.protected + settings.kept
         if choice.best_scores is not None:
             self._remember_scores(requests, choice.best_scores)
-        # 6. Beacons and recents together are the next period's beacons.
+        # 5. Beacons and recents together are the next period's beacons.
         if settings.reduces:
-            self._reduce(requests)
+            self._reduce_rows(requests, choice.due.rows, choice.due.buffer_counts)
         if self.trace:
             for request in requests:
                 request.trace.append(self._event(request))

@@ -29,7 +29,13 @@ class Due:
     """The requests that one eviction takes together, and where their slots are."""
 
     requests: list[Request]
-    rows: Tensor  # int64 [B], of the query buffer
+    rows: Tensor  # int32 [B], of the query buffer
+    cached_lengths: Tensor  # int32 [B]
+    prompt_lengths: Tensor  # int32 [B]
+    first_evictable: Tensor  # int32 [B]: the first slot that is not protected
+    buffer_counts: Tensor  # int32 [B]: queries in a row that is reduced
+    domains: Tensor  # int32 [B, 2]: slots [start, end) that the policy's softmax runs over
+    query_positions: Tensor  # int32 [B, C]: where the row's queries are rotated to, -1 for an empty slot
     page_table: Tensor  # int32 [B, pages of the longest]
     candidates: Tensor  # int64 [B, n], slots
     longest: int  # S
@@ -142,10 +148,8 @@ class Ranker:
     def _attention(self, due: Due, shape: tuple[int, ...]) -> Tensor:
         """Scores of the candidates by the policy's queries."""
         policy = self.settings.policy
-        device = self.cache.keys.device
-        domains = torch.tensor([self._domain(r) for r in due.requests], dtype=torch.int32, device=device)
         # 1. What the queries say of every slot.
-        scored = self._scores(due, domains)
+        scored = self._scores(due)
         # 2. Smoothing over neighbours; slots outside the domain count as zero weight.
         if policy.smoothing == "avg":
             scored = F.avg_pool1d(scored.clamp(min=0).flatten(0, 1), SMOOTHED, 1, SMOOTHED // 2)
@@ -154,31 +158,26 @@ class Ranker:
         scored = scored.view(shape[0], shape[1], shape[2], due.longest)
         # 3. R-KV's part: keys that resemble others are worth less.
         if policy.attention_share is not None:
-            redundant = reference.redundancy(self.cache.keys, due.page_table, domains, due.longest)
+            redundant = reference.redundancy(self.cache.keys, due.page_table, due.domains, due.longest)
             scored = policy.attention_share * scored - (1 - policy.attention_share) * redundant
         return scored.gather(3, due.candidates[:, None, None].expand(shape))
 
-    def _scores(self, due: Due, domains: Tensor) -> Tensor:
+    def _scores(self, due: Due) -> Tensor:
         """float32 [B, L, K, S]: the buffer's queries, rotated, against every slot of the domains."""
         policy = self.settings.policy
         cache = self.cache
-        device = cache.keys.device
-        # 1. Beacons are rotated to the newest position, recents to their own.
-        at = torch.tensor([self.queries.rotations(r) for r in due.requests], device=device)
-        prompt_lengths = torch.tensor([len(r.prompt_token_ids) for r in due.requests], device=device)
-        rope_lengths = torch.maximum(prompt_lengths[:, None], at + 1)
-        cos, sin = self.rope.cos_sin(at.clamp(min=0), rope_lengths)
-        queries = self.rope.rotate(self.queries.buffer[due.rows], cos[:, None, None], sin[:, None, None])
-        # 2. A query sees the keys up to its position; -1 marks an empty slot.
-        query_positions = at.int()[:, None, None].expand(queries.shape[:-1]).contiguous()
-        lengths = torch.tensor([r.cached_length for r in due.requests], dtype=torch.int32, device=device)
-        # 3. Softmax over the domain, pooled over queries and heads.
+        # 1. The angles: beacons are rotated to the newest position, recents to their own.
+        at = due.query_positions.clamp(min=0)
+        rope_lengths = torch.maximum(due.prompt_lengths[:, None], at + 1)
+        cos, sin = self.rope.cos_sin(at, rope_lengths)
+        # 2. Softmax over the domain, pooled over queries and heads.
         return self.kernels.scores(
-            queries.contiguous(), query_positions, cache.keys, cache.positions, due.page_table, lengths,
-            domains, queries.shape[-1] ** -0.5, due.longest, policy.group, policy.pool,
+            self.queries.buffer, due.rows, due.query_positions, cos, sin, cache.keys, cache.positions,
+            due.page_table, due.cached_lengths, due.domains, cache.keys.shape[-1] ** -0.5, due.longest,
+            policy.group, policy.pool,
         )  # fmt: skip
 
-    def _domain(self, request: Request) -> tuple[int, int]:
+    def domain(self, request: Request) -> tuple[int, int]:
         """Slots [start, end) that the policy's softmax runs over."""
         policy = self.settings.policy
         length = request.cached_length

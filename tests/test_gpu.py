@@ -192,17 +192,19 @@ def test_reduce(heads, kv_heads, dim, no_host_reads):
 def test_scores(heads, kv_heads, dim, group, pool, no_host_reads):
     n = 8 if group == "logits" else 32
     keys, _, positions, table = make_cache(6, 2048, 4, kv_heads, dim)
-    queries = random(6, 4, heads, n, dim)
-    at = torch.randint(0, 2048, queries.shape[:-1], device="cuda").int()
-    at[..., : n // 2] = 2047
-    at[..., -1] = -1
+    buffer = random(8, 4, heads, n, dim)
+    at = torch.randint(0, 2048, (6, n), device="cuda").int()
+    at[:, : n // 2] = 2047
+    at[:, -1] = -1
+    angles = random(6, n, dim // 2, dtype=torch.float32)
+    queries = (buffer, integers([7, 1, 3, 2, 6, 4]), at, angles.cos(), angles.sin())
     lengths = integers([2048, 1, 333, 2000, 17, 512])
     domains = integers([[0, 2048], [0, 1], [100, 300], [0, 1992], [0, 17], [64, 480]])
     rest = (positions, table, lengths, domains, dim**-0.5, 2048, group, pool)
-    kernels(dim).scores(queries, at, keys, *rest)
+    kernels(dim).scores(*queries, keys, *rest)
     with no_host_reads():
-        ours = kernels(dim).scores(queries, at, keys, *rest)
-    close(ours, reference.scores(queries, at, keys, *rest), 1e-2)
+        ours = kernels(dim).scores(*queries, keys, *rest)
+    close(ours, reference.scores(*queries, keys, *rest), 1e-2)
 
 
 def random_keep(lengths, starts, kept, shape, gaps):

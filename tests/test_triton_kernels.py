@@ -356,16 +356,21 @@ def case_reduce(capacity, dim, m, dtype):
         assert torch.equal(mine[[0, 3]].nan_to_num(), theirs[[0, 3]].nan_to_num())  # rows not due
 
 
-def make_scores(group, dim, page, dtype, n=6, layers=2, lengths=(37, 16, 5)):
+def make_scores(group, dim, page, dtype, n=6, layers=2, lengths=(37, 16, 5, 9)):
     keys, _, positions, table = make_cache(lengths, page, dim, dtype, layers)
-    queries = torch.randn(len(lengths), layers, 2 * group, n, dim, dtype=dtype)
-    at = torch.randint(2 * max(lengths), queries.shape[:-1], dtype=torch.int32)
-    at[..., : n // 2] = 2 * max(lengths)  # beacons, at the current position, see all
-    at[..., 0] = -1  # absent
-    at[0, 0, 0] = -1  # a head without any query
-    queries[at < 0] = torch.nan
-    at[-1, :, :, 1:] = 0  # queries that see nothing, or the first key only
-    return queries, at, keys, positions, table, torch.tensor(lengths).int()
+    rows = torch.randperm(len(lengths)) + 1
+    buffer = torch.randn(len(lengths) + 2, layers, 2 * group, n, dim, dtype=dtype)
+    at = torch.randint(2 * max(lengths), (len(lengths), n), dtype=torch.int32)
+    at[:, : n // 2] = 2 * max(lengths)  # beacons, at the current position, see all
+    at[:, 0] = -1  # absent
+    at[1] = -1  # a request without any query
+    at[-1, 1:] = 0  # queries that see nothing, or the first key only
+    absent = torch.zeros(buffer.shape[:1] + (n,), dtype=torch.bool)
+    absent[rows] = at < 0
+    buffer.masked_fill_(absent[:, None, None, :, None], torch.nan)
+    angles = at.clamp(min=0)[..., None] * torch.rand(dim // 2)
+    cached = (keys, positions, table, torch.tensor(lengths).int())
+    return buffer, rows.int(), at, angles.cos(), angles.sin(), *cached
 
 
 COMBINATIONS = [
@@ -385,14 +390,67 @@ def case_scores(shape, combination):
     """Domains inside a page, across its border, past the cached length, and empty."""
     group, dim, page, dtype = shape
     arguments = make_scores(group, dim, page, dtype)
-    for domains in ([[0, 37], [3, 16], [0, 99]], [[7, 18], [0, 15], [4, 4]]):
+    for domains in ([[0, 37], [3, 16], [0, 99], [2, 9]], [[7, 18], [0, 15], [4, 4], [0, 3]]):
         domains = torch.tensor(domains).int()
         results = [
             implementation.scores(*arguments, domains, dim**-0.5, 41, *combination)
             for implementation in (kernels(dim, page), reference)
         ]
-        assert results[0].shape == (3, 2, 2, 41)
+        assert results[0].shape == (4, 2, 2, 41)
         close(*results, dtype)
+
+
+def scores_in_float64(buffer, rows, at, cos, sin, keys, positions, table, lengths, domains, scale, pool):
+    """Head by head and from nothing shared: {(request, layer, KV head): of the domain's slots}."""
+    page, members = keys.shape[3], buffer.shape[2] // keys.shape[1]
+    found = {}
+    for b in range(len(rows)):
+        start, end = int(domains[b, 0]), min(int(domains[b, 1]), int(lengths[b]))
+        slots = [(int(table[b, slot // page]), slot % page) for slot in range(start, end)]
+        present = at[b] >= 0
+        turn = torch.complex(cos[b].double(), sin[b].double())[present]
+        for layer in range(keys.shape[0]):
+            for head in range(buffer.shape[2]):
+                first, second = buffer[rows[b], layer, head][present].double().chunk(2, -1)
+                turned = torch.complex(first, second) * turn
+                q = torch.cat((turned.real, turned.imag), -1)
+                where = (layer, head // members)
+                k = torch.stack([keys[where][slot].double() for slot in slots])
+                k_at = torch.stack([positions[where][slot] for slot in slots])
+                logits = (q @ k.T * scale).masked_fill(k_at > at[b][present, None], -torch.inf)
+                weights = logits.softmax(-1).nan_to_num(0)  # of a query that sees nothing
+                of_head = weights.amax(0).log() if pool == "max" else weights.mean(0)
+                place = (b, *where)
+                found[place] = torch.maximum(found.get(place, of_head), of_head)
+    return found
+
+
+@pytest.mark.parametrize("pool", ["max", "mean"])
+def case_scores_against_float64(pool):
+    """The kernel and the reference alike: rotation, softmax and pooling."""
+    arguments = make_scores(3, 80, 16, torch.float32, lengths=(37, 9, 50, 21))
+    arguments[2][1] = 30  # a request without any query has no mean
+    arguments[0].nan_to_num_(0.5)
+    domains = torch.tensor([[0, 37], [3, 9], [7, 44], [2, 9]]).int()
+    expected = scores_in_float64(*arguments, domains, 0.1, pool)
+    for implementation in (kernels(80), reference):
+        found = implementation.scores(*arguments, domains, 0.1, 50, "max", pool)
+        for (b, layer, kv_head), scored in expected.items():
+            start, end = domains[b].tolist()
+            close(found[b, layer, kv_head, start:end], scored.float())
+
+
+def case_scores_with_offsets_of_64_bits(monkeypatch):
+    """As in a pool that 32-bit offsets do not reach."""
+    from nanobeacon.kernels import scoring
+
+    arguments = (
+        *make_scores(2, 64, 16, torch.float32),
+        torch.tensor([[0, 37], [3, 16], [0, 5], [2, 9]]).int(),
+    )
+    narrow = scoring.scores(*arguments, 0.1, 37)
+    monkeypatch.setattr(scoring, "REACH", 1)
+    assert torch.equal(scoring.scores(*arguments, 0.1, 37), narrow)
 
 
 def case_scores_over_many_tiles_splits_and_blocks_of_heads():

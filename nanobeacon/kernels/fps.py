@@ -32,7 +32,8 @@ def reduce_kernel(
     count = tl.load(counts + tl.program_id(1))
     if count <= m:
         return
-    base = (tl.load(rows + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * C
+    row_of_heads = tl.load(rows + tl.program_id(1)).to(tl.int64) * tl.num_programs(0)
+    base = (row_of_heads + tl.program_id(0)) * C
     buffer += base * D
     positions += base
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)

@@ -37,6 +37,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [.., D] by the rotate-half convention, in float32 and rounded once; cos, sin float32, broadcast to
+    [.., D/2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned_first = torch.addcmul(first * cos, second, sin, value=-1)
+    turned_second = torch.addcmul(second * cos, first, sin)
+    return torch.cat((turned_first, turned_second), dim=-1).to(x.dtype)
+
+
 def store(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
     buffer: Tensor | None = None, buffer_rows: Tensor | None = None, buffer_slots: Tensor | None = None,
@@ -54,11 +63,7 @@ def store(
         turning = rms_norm(turning, scale, eps)
     if buffer is not None:
         buffer[buffer_rows, :, buffer_slots] = turning[:, :num_heads].to(buffer.dtype)
-    first, second = turning.float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned_first = torch.addcmul(first * cos, second, sin, value=-1)
-    turned_second = torch.addcmul(second * cos, first, sin)
-    rotated = torch.cat((turned_first, turned_second), dim=-1).to(qkv.dtype)
+    rotated = rotate(turning, cos.unsqueeze(1), sin.unsqueeze(1))
     for cache, new in ((keys, rotated[:, num_heads:]), (values, new_values)):
         cache.view(num_kv_heads, -1, head_dim).index_copy_(1, slots, new.transpose(0, 1).to(cache.dtype))
     return rotated[:, :num_heads]
@@ -173,8 +178,9 @@ def _cosines(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 
 def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: int) -> None:
     """Reduce the given buffer rows to m queries a head by fps, in place, their positions along with them.
-    buffer [rows, L, H, C, D], positions int32 [rows, L, H, C]; rows int64 [B], counts int32 [B]. Slots 0 …
-    m-1 then hold the picks in pick order (all rows, in order, where counts <= m), the others nothing."""
+    buffer [rows, L, H, C, D], positions int32 [rows, L, H, C]; rows [B], integers, and counts int32 [B].
+    Slots 0 … m-1 then hold the picks in pick order (all rows, in order, where counts <= m), the others
+    nothing."""
     held, held_positions = buffer[rows], positions[rows]
     batch, layers, heads, capacity, head_dim = held.shape
     counts = counts.repeat_interleave(layers * heads)
@@ -217,32 +223,37 @@ def reduce_chunks(
 
 
 def scores(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, page_table: Tensor,
-    cached_lengths: Tensor, domains: Tensor, scale: float, max_cached_length: int, group: str = "max",
-    pool: str = "max",
+    buffer: Tensor, rows: Tensor, query_positions: Tensor, cos: Tensor, sin: Tensor, keys: Tensor,
+    positions: Tensor, page_table: Tensor, cached_lengths: Tensor, domains: Tensor, scale: float,
+    max_cached_length: int, group: str = "max", pool: str = "max",
 ) -> Tensor:  # fmt: skip
     """What the observation queries say of each cached key (METHOD.md, "Eviction").
     Returns float32 [B, L, K, max_cached_length].
-    queries [B, L, H, N, D], rotated; query_positions int32 [B, L, H, N]: a query sees the keys up to its
-    position, -1 is an absent row. keys [L, K, pages, P, D] and positions [L, K, pages, P] of every layer;
-    domains int32 [B, 2]: the softmax runs over the slots [start, end), the others get -inf. Queries are
-    pooled inside each head, then heads. pool: "max" of s - log-sum-exp (log space), "mean" or "sum" of the
-    weights. group: "max" over the heads of a KV head, "layer" mean over all heads of the layer, "logits"
-    maximum over the group before the softmax."""
-    batch, layers, num_heads, _, _ = queries.shape
+    buffer [rows, L, H, N, D], the query buffer, before rotation; rows [B], integers: a request's row of it.
+    query_positions int32 [B, N]: where all heads rotate a query to; it sees the keys up to there, -1 is an
+    absent one. cos, sin float32 [B, N, D/2] of these positions. keys [L, K, pages, P, D] and positions
+    [L, K, pages, P] of every layer; domains int32 [B, 2]: the softmax runs over the slots [start, end), the
+    others get -inf. Queries are pooled inside each head, then heads. pool: "max" of s - log-sum-exp (log
+    space), "mean" or "sum" of the weights. group: "max" over the heads of a KV head, "layer" mean over all
+    heads of the layer, "logits" maximum over the group before the softmax."""
+    _, layers, num_heads, n, _ = buffer.shape
     num_kv_heads = keys.shape[1]
-    out = torch.full((batch, layers, num_kv_heads, max_cached_length), -torch.inf, device=queries.device)
+    out = torch.full((len(rows), layers, num_kv_heads, max_cached_length), -torch.inf, device=buffer.device)
     for b, ((start, end), length) in enumerate(zip(domains.tolist(), cached_lengths.tolist(), strict=True)):
         end = min(end, length)
         if start >= end:
             continue
-        block = max(1, SCRATCH // (8 * num_heads * queries.shape[3] * (end - start)))
+        (row,) = buffer.index_select(0, rows[b : b + 1])
+        q_at = query_positions[b]
+        block = max(1, SCRATCH // (8 * num_heads * n * (end - start)))
         for a in range(0, layers, block):
             some = slice(a, a + block)
             k = _slots_of(keys[some], page_table[b], length, None)[:, :, start:end]
             at = _slots_of(positions[some, ..., None], page_table[b], length, None)[:, :, start:end, 0]
-            q, q_at = queries[b, some], query_positions[b, some]
-            out[b, some, :, start:end] = _pooled_weights(q, q_at, k, at, scale, group, pool)
+            q = rotate(row[some], cos[b], sin[b])
+            out[b, some, :, start:end] = _pooled_weights(
+                q, q_at.expand(q.shape[:-1]), k, at, scale, group, pool
+            )
     return out
 
 
@@ -251,7 +262,7 @@ def _pooled_weights(
 ) -> Tensor:
     """q [L, H, N, D], q_at [L, H, N], k [L, K, S, D], k_at [L, K, S] -> [L, K, S], as `scores` says."""
     layers, num_kv_heads, length, head_dim = k.shape
-    q_at = q_at.view(layers, num_kv_heads, -1, q.shape[2])
+    q_at = q_at.reshape(layers, num_kv_heads, -1, q.shape[2])
     s = (q.float() * scale).view(layers, num_kv_heads, -1, head_dim) @ k.float().transpose(2, 3)
     s = s.view(*q_at.shape, length)
     newer = (k_at > q_at.min()).flatten(0, 1).any(0)  # most slots are older than every query: no mask there

@@ -1,7 +1,8 @@
 """Scores of the cached keys in Triton; the twin of `reference.scores`.
 
 Knows nothing of budgets or of what is kept. The weights W are never stored: one pass over the pages takes the
-log-sum-exp of every query, a second computes the logits again and pools them. A tile holds whole heads, COUNT
+log-sum-exp of every query, a second computes the logits again and pools them. Both rotate the queries as they
+read them from the query buffer, which is less to move than a rotated copy. A tile holds whole heads, COUNT
 rows each (N rounded up to a power of two), against TILE keys; heads beyond a tile form blocks, which torch
 joins. The reference takes what is larger (over 128 queries a head; with group "logits" in the whole group).
 """
@@ -16,43 +17,82 @@ from nanobeacon.kernels import reference
 MAX_ROWS, MAX_BYTES = 128, 32768  # of queries in a tile
 PROGRAMS = 768  # a launch has about so many at least: with few requests, layers and heads the keys are split
 STAGES = 5  # a page is looked up two steps before its keys are used, these are fetched one step before
+REACH = 2**31  # values that offsets of 32 bits reach
 LN_2 = tl.constexpr(0.6931471805599453)  # in a kernel logits count in powers of two: exp2 is an instruction
 
 
 @triton.jit
+def rotated_queries(
+    vectors, angle_cos, angle_sin, mask, D: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Queries [ROWS, DIMS] turned by their angles, rounded once to their dtype: the rotate-half convention.
+    `vectors`, `angle_cos` and `angle_sin` [ROWS, 1] point to where each begins."""
+    HALF: tl.constexpr = D // 2
+    dim = tl.arange(0, DIMS)[None, :]
+    # 1. Each value, and the one half a head away that it is turned against.
+    partner_dim = tl.where(dim < HALF, dim + HALF, dim - HALF)
+    value = tl.load(vectors + dim, mask=mask, other=0.0)
+    partner = tl.load(vectors + partner_dim, mask=mask, other=0.0).to(tl.float32)
+    # 2. Both halves have the same angles; cos and sin are float32, so the arithmetic is.
+    c = tl.load(angle_cos + dim % HALF, mask=mask, other=0.0)
+    s = tl.load(angle_sin + dim % HALF, mask=mask, other=0.0)
+    # 3. The first half gives to the second, which takes from it.
+    turned = value.to(tl.float32) * c + tl.where(dim < HALF, -partner, partner) * s
+    return turned.to(value.dtype)
+
+
+@triton.jit
 def prepare(
-    queries, query_positions, page_table, cached_lengths, domains, table_stride, heads,
+    buffer, rows, query_positions, cos, sin, page_table, cached_lengths, domains, table_stride, heads,
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, COUNT: tl.constexpr,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """What program ((request, layer, KV head, block of its heads), split) works on: queries, their positions
-    (-1: absent), the request's page table, the slots [first, last): whole tiles, in the last splits none."""
+    """What program ((request, layer, KV head, block of its heads), split) works on: queries, rotated, their
+    positions (-1: absent), the request's page table, the slots [first, last): whole tiles, in the last
+    splits none. `heads` is layers times KV heads."""
     group = tl.program_id(0).to(tl.int64) // BLOCKS
-    row, dim = tl.arange(0, HEADS * COUNT), tl.arange(0, DIMS)
-    head, n = tl.program_id(0) % BLOCKS * HEADS + row // COUNT, row % COUNT
-    valid = (head < G) & (n < N)
-    at = (group * G + head) * N + n
-    mask = valid[:, None] & (dim < D)[None, :]
-    q = tl.load(queries + at[:, None] * D + dim[None, :], mask=mask, other=0.0)
-    q_at = tl.load(query_positions + at, mask=valid, other=-1)
-
     request = group // heads
+
+    # 1. A row of the tile is a query n of a head of the group, padded to COUNT queries a head.
+    tile_row = tl.arange(0, HEADS * COUNT)
+    head = tl.program_id(0) % BLOCKS * HEADS + tile_row // COUNT
+    n = tile_row % COUNT
+    valid = (head < G) & (n < N)
+    mask = valid[:, None] & (tl.arange(0, DIMS) < D)[None, :]
+
+    # 2. The queries of the request's buffer row; all heads share the positions they are rotated to.
+    buffer_row = tl.load(rows + request).to(tl.int64)
+    first_vector = ((buffer_row * heads + group % heads) * G + head) * N + n
+    first_angle = (request * N + n) * (D // 2)
+    q = rotated_queries(
+        buffer + first_vector[:, None] * D, cos + first_angle[:, None], sin + first_angle[:, None],
+        mask, D, DIMS,
+    )  # fmt: skip
+    q_at = tl.load(query_positions + request * N + n, mask=valid, other=-1)
+
+    # 3. The slots of this split.
     first = tl.load(domains + request * 2)
-    last = tl.minimum(tl.load(domains + request * 2 + 1), tl.load(cached_lengths + request))
-    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), SPLITS), TILE) * TILE
+    end = tl.load(domains + request * 2 + 1)
+    end = tl.minimum(end, tl.load(cached_lengths + request))
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), SPLITS), TILE) * TILE
     first += tl.program_id(1) * share
-    return q, q_at, page_table + request * table_stride, first, tl.minimum(first + share, last)
+    return q, q_at, page_table + request * table_stride, first, tl.minimum(first + share, end)
 
 
 @triton.jit
 def visible_logits(
-    q, q_at, keys, positions, table, slot, inside, base, scale, D: tl.constexpr, DIMS: tl.constexpr,
+    q, q_at, keys, positions, table, slot, inside, scale, D: tl.constexpr, DIMS: tl.constexpr,
     P: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, LOGITS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Logits [HEADS * COUNT, TILE], -inf where a query does not see the key; [COUNT, TILE] where LOGITS pools
-    the heads before the softmax. `base` is the first slot of a layer and KV head."""
+    the heads before the softmax. `keys` and `positions` are those of one layer and KV head, which 32-bit
+    offsets reach unless WIDE."""
     dim = tl.arange(0, DIMS)[:, None]
-    at = base + tl.load(table + slot // P, mask=inside, other=0).to(tl.int64) * P + slot % P
+    page = tl.load(table + slot // P, mask=inside, other=0)
+    if WIDE:
+        page = page.to(tl.int64)
+    at = page * P + slot % P
     key = tl.load(keys + at[None, :] * D + dim, mask=inside[None, :] & (dim < D), other=0.0)
     key_at = tl.load(positions + at, mask=inside, other=2147483647)
     logits = tl.dot(q, key, input_precision="ieee") * scale
@@ -62,25 +102,27 @@ def visible_logits(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def log_sum_exp_kernel(
-    queries, query_positions, keys, positions, page_table, cached_lengths, domains, lse,
+    buffer, rows, query_positions, cos, sin, keys, positions, page_table, cached_lengths, domains, lse,
     table_stride, num_slots, heads, scale, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     DIMS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Of each split, to lse [programs of axis 0, SPLITS, rows]; -inf for a query that sees nothing in it."""
     q, q_at, table, first, last = prepare(
-        queries, query_positions, page_table, cached_lengths, domains, table_stride, heads,
+        buffer, rows, query_positions, cos, sin, page_table, cached_lengths, domains, table_stride, heads,
         G, N, D, DIMS, COUNT, HEADS, BLOCKS, TILE, SPLITS,
     )  # fmt: skip
-    base = tl.program_id(0).to(tl.int64) // BLOCKS % heads * num_slots
+    first_slot = tl.program_id(0).to(tl.int64) // BLOCKS % heads * num_slots
+    keys += first_slot * D
+    positions += first_slot
     ROWS: tl.constexpr = COUNT if LOGITS else HEADS * COUNT
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for tile in range(first, last, TILE):
         slot = tile + tl.arange(0, TILE)
         logits = visible_logits(
-            q, q_at, keys, positions, table, slot, slot < last, base, scale,
-            D, DIMS, P, COUNT, HEADS, TILE, LOGITS,
+            q, q_at, keys, positions, table, slot, slot < last, scale,
+            D, DIMS, P, COUNT, HEADS, TILE, LOGITS, WIDE,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(logits, 1))
         finite = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -112,18 +154,21 @@ def pooled(
 
 @triton.jit(do_not_specialize=["table_stride", "width"])
 def pool_kernel(
-    queries, query_positions, keys, positions, page_table, cached_lengths, domains, lse, out, width,
-    table_stride, num_slots, heads, scale, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    buffer, rows, query_positions, cos, sin, keys, positions, page_table, cached_lengths, domains, lse,
+    out, width, table_stride, num_slots, heads, scale, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     DIMS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr, POOL: tl.constexpr, ADD: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr, WIDE: tl.constexpr, POOL: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """To out [programs of axis 0, width]; the slots outside the domain are left as they are."""
     q, q_at, table, first, last = prepare(
-        queries, query_positions, page_table, cached_lengths, domains, table_stride, heads,
+        buffer, rows, query_positions, cos, sin, page_table, cached_lengths, domains, table_stride, heads,
         G, N, D, DIMS, COUNT, HEADS, BLOCKS, TILE, SPLITS,
     )  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    base = program // BLOCKS % heads * num_slots
+    first_slot = program // BLOCKS % heads * num_slots
+    keys += first_slot * D
+    positions += first_slot
     SHOWN: tl.constexpr = 1 if LOGITS else HEADS
     ROWS: tl.constexpr = SHOWN * COUNT
     at = (program * SPLITS + tl.arange(0, SPLITS))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -135,43 +180,62 @@ def pool_kernel(
     for tile in range(first, last, TILE):
         slot = tile + tl.arange(0, TILE)
         logits = visible_logits(
-            q, q_at, keys, positions, table, slot, slot < last, base, scale,
-            D, DIMS, P, COUNT, HEADS, TILE, LOGITS,
+            q, q_at, keys, positions, table, slot, slot < last, scale,
+            D, DIMS, P, COUNT, HEADS, TILE, LOGITS, WIDE,
         )  # fmt: skip
         result = pooled(logits - norm[:, None], q_at, COUNT, HEADS, SHOWN, TILE, G, BLOCKS, POOL, ADD)
         tl.store(out + program * width + slot, result, mask=slot < last)
 
 
 def scores(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, page_table: Tensor,
-    cached_lengths: Tensor, domains: Tensor, scale: float, max_cached_length: int,
-    group: str = "max", pool: str = "max",
+    buffer: Tensor, rows: Tensor, query_positions: Tensor, cos: Tensor, sin: Tensor, keys: Tensor,
+    positions: Tensor, page_table: Tensor, cached_lengths: Tensor, domains: Tensor, scale: float,
+    max_cached_length: int, group: str = "max", pool: str = "max",
 ) -> Tensor:  # fmt: skip
-    """As `reference.scores`."""
-    batch, layers, num_heads, n, dim = queries.shape
+    """As `reference.scores`; `buffer` is contiguous."""
+    _, layers, num_heads, n, dim = buffer.shape
     _, num_kv_heads, pages, page_size, _ = keys.shape
-    members, count, dims = num_heads // num_kv_heads, triton.next_power_of_2(n), triton.next_power_of_2(dim)
-    rows, vector = triton.next_power_of_2(members) * count, dims * keys.element_size()
+    batch = len(rows)
+    num_slots = pages * page_size
+    inputs = (buffer, rows, query_positions, cos, sin, keys, positions, page_table, cached_lengths, domains)
+
+    # 1. A tile of queries: whole heads, as many of a group as fit; more of them are blocks.
+    members = num_heads // num_kv_heads
+    count = triton.next_power_of_2(n)
+    dims = triton.next_power_of_2(dim)
+    vector = dims * keys.element_size()  # bytes
     limit = min(MAX_ROWS, MAX_BYTES // vector)
-    inputs = (queries, query_positions, keys, positions, page_table, cached_lengths, domains)
-    if count > limit or (group == "logits" and rows > limit):
+    tile_rows = triton.next_power_of_2(members) * count
+    if count > limit or (group == "logits" and tile_rows > limit):
         return reference.scores(*inputs, scale, max_cached_length, group, pool)
-    rows, tile = max(16, min(rows, limit)), max(16, min(64, MAX_BYTES // 2 // vector))
-    blocks = triton.cdiv(members, rows // count)
+    tile_rows = max(16, min(tile_rows, limit))
+    heads_in_tile = tile_rows // count
+    blocks = triton.cdiv(members, heads_in_tile)
+
+    # 2. Tiles of keys, and over how many programs the keys of a request, layer and KV head are split.
+    tile = max(16, min(64, MAX_BYTES // 2 // vector))
     programs = batch * layers * num_kv_heads * blocks
-    splits = triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))
-    splits = min(splits, triton.next_power_of_2(triton.cdiv(max_cached_length, 2 * tile)), 16)
+    wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))
+    useful = triton.next_power_of_2(triton.cdiv(max_cached_length, 2 * tile))
+    splits = min(wanted, useful, 16)
+
+    # 3. The log-sum-exp of every query in each split, then the pooled weights.
     shape = dict(
-        G=members, N=n, D=dim, DIMS=dims, P=page_size, COUNT=count, HEADS=rows // count, BLOCKS=blocks,
-        TILE=tile, SPLITS=splits, LOGITS=group == "logits", num_warps=max(4, rows // 16), num_stages=STAGES,
+        G=members, N=n, D=dim, DIMS=dims, P=page_size, COUNT=count, HEADS=heads_in_tile, BLOCKS=blocks,
+        TILE=tile, SPLITS=splits, LOGITS=group == "logits", WIDE=num_slots * dim >= REACH,
+        num_warps=max(4, tile_rows // 16), num_stages=STAGES,
     )  # fmt: skip
-    lse = torch.empty(programs, splits, rows, dtype=torch.float32, device=keys.device)
+    sizes = (page_table.stride(0), num_slots, layers * num_kv_heads, scale / LN_2.value)
+    lse = torch.empty(programs, splits, tile_rows, dtype=torch.float32, device=keys.device)
     shown = (batch, layers, num_kv_heads, blocks, max_cached_length)
     out = torch.full(shown, -torch.inf, dtype=torch.float32, device=keys.device)
-    sizes = (page_table.stride(0), pages * page_size, layers * num_kv_heads, scale / LN_2.value)
     log_sum_exp_kernel[(programs, splits)](*inputs, lse, *sizes, **shape)
-    shape |= dict(POOL=pool, ADD=group == "layer")
-    pool_kernel[(programs, splits)](*inputs, lse, out, max_cached_length, *sizes, **shape)
+    pool_kernel[(programs, splits)](
+        *inputs, lse, out, max_cached_length, *sizes, **shape, POOL=pool, ADD=group == "layer"
+    )
+
+    # 4. Blocks of heads are joined here.
     if group == "layer":
-        return (out.sum((2, 3)) / num_heads)[:, :, None].expand(-1, -1, num_kv_heads, -1)
+        mean = out.sum((2, 3)) / num_heads
+        return mean[:, :, None].expand(-1, -1, num_kv_heads, -1)
     return out.amax(3) if blocks > 1 else out.squeeze(3)

@@ -73,13 +73,15 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
     lengths, zeros = integers((requests,), cached), integers((requests,), 0)
     kept = cached - cached // PERIODS
     keep = (count_up(kept) * cached // kept).expand(requests, layers, kv_heads, kept).contiguous()
-    rows = torch.arange(requests, device=device)
+    rows = count_up(requests)
     qkv, angles = random(requests, heads + 2 * kv_heads, dim), random(requests, dim // 2).float()
     q_norm, k_norm, eps = random(dim), random(dim), torch.full((1,), 1e-6, device=device)
     update, scale = random(requests, shape.hidden), random(shape.hidden)
     stream = update.float()
     gate_up = random(requests, 2 * shape.mlp)
-    slots, places = (rows * pages + 1) * shape.page, torch.zeros_like(rows)
+    token_rows = rows.long()
+    slots = (token_rows * pages + 1) * shape.page
+    places = torch.zeros_like(token_rows)
     prompt = random(heads, chunk, dim)
     prompt_positions = torch.arange(chunk, device=device)
     one_chunk = torch.tensor([[0, 0, BEACONS, chunk, BEACONS, 0]], dtype=torch.int32, device=device)
@@ -87,7 +89,7 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
 
     def store() -> torch.Tensor:
         at = next(layer)
-        target = (keys[at], values[at], buffer[:, at], rows, places)
+        target = (keys[at], values[at], buffer[:, at], token_rows, places)
         return kernels.store(qkv, angles, angles, slots, *target, q_norm=q_norm, k_norm=k_norm, eps=eps)
 
     def reduce_chunk() -> None:
@@ -104,7 +106,10 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
 
         return call
 
-    observed = (buffer, buffer_positions, keys, positions, table, lengths, torch.stack((zeros, lengths), 1))
+    query_positions = integers((requests, CAPACITY), cached)
+    query_angles = random(requests, CAPACITY, dim // 2).float()
+    observed = (buffer, rows, query_positions, query_angles, query_angles, keys, positions, table, lengths)
+    domains = torch.stack((zeros, lengths), 1)
     return {
         "add and norm": lambda: kernels.add_rms_norm(stream, update, scale, eps),
         "silu and product": lambda: kernels.silu_mul(gate_up),
@@ -113,7 +118,7 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
         "prefill attention": attention(1, chunk),
         "reduce": lambda: kernels.reduce(buffer, buffer_positions, rows, full, BEACONS),
         "reduce chunk": reduce_chunk,
-        "scores": lambda: kernels.scores(*observed, dim**-0.5, cached),
+        "scores": lambda: kernels.scores(*observed, domains, dim**-0.5, cached),
         "compact": lambda: kernels.compact(keys, values, positions, table, keep, zeros),
     }
 
