@@ -29,6 +29,7 @@ COMMANDS = {
     "accuracy": "how often a model is right under each policy and budget",
     "kernels": "the kernels' times and floors",
     "revisit": "which tokens of a text go back, in which layers and heads; one report with figures",
+    "soak": "random traffic for as long as one likes: nothing lost, memory flat, answers as alone",
     "tour": "two minutes on the embedded reasoner, offline (what runs without a subcommand)",
 }
 TOUR = (
@@ -243,6 +244,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(result), flush=True)
         if error := result.get("first_error"):
             raise RuntimeError(f"some requests failed: {error}")
+        if wrong := result.get("wrong"):
+            raise RuntimeError(wrong)
         return 0
     except (ValueError, RuntimeError, OSError) as error:  # a mistake; a worker or an output that failed
         if isinstance(error, OSError):

@@ -105,7 +105,7 @@ class PagePool:
         assert self.idle.keys() <= self.kept, "a page is idle that nobody keeps"
         assert self.kept <= self.idle.keys() | held.keys(), "a page is kept that is free"
         for page, count in enumerate(self.references):
-            assert count == held[page], f"page {page}: {count} != {held[page]}"
+            assert count == held[page], f"page {page} counts {count} owners and has {held[page]}"
         assert len(free) + len(self.idle) + len(held) == self.num_pages - 1, "a page is lost"
 
     def _cut(self, first: int, count: int) -> list[int]:
