@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from .config import read_json, require
 from .hub import INDEX
+from .parallel import Part
 
 WEIGHTS = "model.safetensors"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -38,16 +39,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str  # in safetensors' spelling: BF16, F32, I8
     offset: int  # of the first byte in the file
-
-
-@dataclass(frozen=True)
-class Part:
-    """The piece of a file's tensor that a view holds: along dimension `dim` (0 rows, 1 columns of a matrix),
-    from `start` on, of `whole` in the file."""
-
-    dim: int
-    start: int
-    whole: int
 
 
 class Checkpoint:

@@ -56,6 +56,10 @@ class Engine:
         page_size = config.page_size
         rows = config.max_num_seqs + 1  # row 0 is the scratch row
         self.logit_rows = max(config.max_num_seqs, LOGIT_ROWS)  # held at once
+        self.group = model.group
+        self.seed = config.seed
+        if self.seed is None:
+            self.seed = self.group.by_first(lambda: random.SystemRandom().getrandbits(63))
         self.max_model_len = config.max_model_len or shape.max_position_embeddings
         self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
         # 1. Memory: query buffers first, then as many pages as fit beside them.
@@ -65,12 +69,15 @@ class Engine:
         slot_bytes = 2 * shape.head_dim * dtype.itemsize + 4  # key, value and position
         self.page_bytes = shape.num_layers * shape.num_kv_heads * page_size * slot_bytes
         self.records = config.cuda_graphs and can_record(model)
-        num_pages = config.num_pages or self._pages_that_fit(pages_each)
+        # The same on every member of a group, so that all come to the same plans
+        num_pages = config.num_pages or min(self.group.collect(self._pages_that_fit(pages_each)))
         most_pages = min(pages_each, num_pages)  # of one request
         self.pool = PagePool(num_pages + 1)  # page 0 is the scratch page
         self.cache = KVCache(shape, num_pages + 1, page_size, rows, most_pages, dtype, device)
         # 2. Who evicts, and who decides what runs.
-        self.evictor = Evictor(settings, self.cache, self.queries, model.rope, model.kernels, config.trace)
+        self.evictor = Evictor(
+            settings, self.cache, self.queries, model.rope, model.kernels, config.trace, model.heads
+        )
         self.scheduler = Scheduler(
             self.pool,
             page_size,
@@ -192,10 +199,9 @@ class Engine:
             raise
 
     def _seed_of(self, arrival: int) -> int:
-        """For a request without a seed: by the engine's seed and the arrival, fresh where there is none."""
-        if self.config.seed is None:
-            return random.SystemRandom().getrandbits(63)
-        return random.Random(f"{self.config.seed} {arrival}").getrandbits(63)
+        """For a request without a seed: by the engine's seed, which is a fresh one by itself, and the
+        arrival."""
+        return random.Random(f"{self.seed} {arrival}").getrandbits(63)
 
     def _limit(self, request: Request) -> str | None:
         """Settle max_tokens; the reason why the request cannot run, or None."""
@@ -284,8 +290,8 @@ class Engine:
         try:
             done = self._run(plan)
         except Exception as error:
-            if not is_out_of_memory(error) or before.answered():
-                raise
+            if not is_out_of_memory(error) or before.answered() or self.group.size > 1:
+                raise  # other members of a group have run the step and go on behind it
             reason = f"memory ran out in a step of {sum(plan.lengths)} tokens: {error!r:.300}"
         else:
             self._plan = None
@@ -395,7 +401,7 @@ class Engine:
         tokens = self._sample(requests, logits)
         self._record_logprobs(requests, logits, tokens)
         broken = ~logits.amax(-1).isfinite()  # one read for both: -1 stands for logits that mean nothing
-        tokens = tokens.masked_fill_(broken, -1).tolist()
+        tokens = self.group.broadcast(tokens.masked_fill_(broken, -1)).tolist()
         for request, row, token in zip(requests, logits, tokens, strict=True):
             if request.finish_reason is not None:
                 continue  # an earlier row of this step ended it

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache, QueryBuffer
+from .parallel import Group, Heads
 from .policies import EvictionSettings
 from .ranking import Due, Ranker
 from .request import Request
@@ -40,18 +41,23 @@ class Choice:
 
 
 class Evictor:
-    """Keeps every request within its budget after each step. settings None: a full cache, nothing to do."""
+    """Keeps every request within its budget after each step. settings None: a full cache, nothing to do.
+
+    heads: which of the model's KV heads the cache has, None for all of them."""
 
     def __init__(
         self, settings: EvictionSettings | None, cache: KVCache, queries: QueryBuffer, rope: Rope, kernels,
-        trace: bool = False,
+        trace: bool = False, heads: Heads | None = None,
     ) -> None:  # fmt: skip
         self.settings = settings
         self.cache = cache
         self.queries = queries
         self.kernels = kernels
         self.trace = trace
-        self.ranker = Ranker(settings, cache, queries, rope, kernels) if settings is not None else None
+        self.heads = heads or Heads(Group(), cache.keys.shape[1])
+        self.ranker = None
+        if settings is not None:
+            self.ranker = Ranker(settings, cache, queries, rope, kernels, self.heads)
         self.evictions = 0
 
     # ------------------------------------------------------------------------------------------ when
@@ -130,11 +136,15 @@ class Evictor:
         """One eviction of requests that are all at their budget.
 
         Choosing changes nothing, so where it fails each request of a group is tried alone, in less memory.
-        One that fails alone ends, and so do all whose caches were left half moved."""
+        One that fails alone ends, and so do all whose caches were left half moved. Where
+        several processes compute together, only a wrong answer of the policy's (ValueError), which is wrong
+        in all of them, ends a request alone."""
         failure = None
         try:
             choice = self._selection(requests)
         except Exception as error:
+            if self.heads.group.size > 1 and not isinstance(error, ValueError):
+                raise
             failure = _described(error)
         # Only here has the failed try let go of its memory
         if failure is not None and len(requests) > 1:
@@ -145,6 +155,8 @@ class Evictor:
             try:
                 self._move(choice)
             except Exception as error:
+                if self.heads.group.size > 1:
+                    raise
                 failure = _described(error)
         if failure is not None:
             for request in requests:
@@ -242,6 +254,9 @@ class Evictor:
         kept = self.cache.positions[:, :, pages].flatten(2)[..., : request.cached_length]
         left = request.buffer_count if self.settings.reduces else self.queries.capacity
         beacons = self.queries.positions[request.row, ..., :left]
+        # Of all heads of the model, whoever holds them
+        kept = self.heads.of_all(kept, dim=1)
+        beacons = self.heads.group.gather(beacons, dim=1)
         return EvictionEvent(request.num_computed - 1, kept.cpu(), beacons.clone().cpu())
 
 

@@ -28,8 +28,10 @@ def buckets(max_num_seqs: int) -> list[int]:
 
 
 def can_record(model: Decoder) -> bool:
-    """Whether the model's decode step fits a graph. The reference kernels do not: they read the device."""
-    return model.device.type == "cuda" and model.kernels is not reference
+    """Whether the model's decode step fits a graph. The reference kernels do not: they read the device. A
+    group does not: a recording that fails on one member alone would part it from the others."""
+    on_gpu = model.device.type == "cuda" and model.kernels is not reference
+    return on_gpu and model.group.size == 1
 
 
 class Recorder:

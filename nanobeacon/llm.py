@@ -22,6 +22,7 @@ from .hub import resolve
 from .kernels import choose, reference
 from .models.decoder import Decoder
 from .models.packing import pack, packing_pays
+from .parallel import Group
 from .policies import Policy, check, settle
 from .progress import PromptBar, RequestBar
 from .request import Request, SamplingParams
@@ -61,6 +62,11 @@ class LLM:
     max_model_len: None for what fits. trace: record evictions in each output.
     prefix_cache: keep what was computed of a prompt for those that begin alike. Raises
     ValueError naming the option for whatever is not possible.
+
+    group: processes that compute the model together (`parallel.join`); None for this one alone. Every member
+    makes the same calls in the same order and gets the same outputs. Functions of the user's run on each, and
+    must do the same there; a policy's `score` sees the heads that its member holds. Counters of bytes are one
+    member's.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class LLM:
         gpu_memory: float = 0.9, chunk: int = 512, cuda_graphs: bool = True, budget: int | None = None,
         policy: str | Policy = "beacon", window: int | None = None, beacons: int | None = None,
         recents: int | None = None, protect: str | int = "prompt", trace: bool = False,
-        prefix_cache: bool = True, progress: bool = False,
+        prefix_cache: bool = True, progress: bool = False, group: Group | None = None,
     ) -> None:  # fmt: skip
         eviction = settle(policy, budget, window, beacons, recents, protect)
         sizes = dict(max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size, chunk=chunk)
@@ -96,9 +102,9 @@ class LLM:
         held = _held(kind, place, shape.head_dim, page_size)
         if kind == torch.float16 and place.type == "cpu":
             kind = torch.bfloat16
-        decoder = Decoder(shape, kind, place, page_size, held)
+        decoder = Decoder(shape, kind, place, page_size, held, group)
         if checkpoint is not None:
-            load_into(decoder.weights(), checkpoint, progress=progress)
+            load_into(decoder.weights(), checkpoint, progress, decoder.parts())
             pack(decoder, checkpoint.rows(EMBEDDING, held))
         else:
             _fill_with_noise(decoder, seed or 0)
@@ -376,10 +382,19 @@ def _held(dtype: torch.dtype, place: torch.device, head_dim: int, page_size: int
 
 
 def _fill_with_noise(model: Decoder, seed: int) -> None:
-    """Random weights of a plausible size, the same for the same seed: for benchmarks without a download."""
+    """Random weights of a plausible size, the same for the same seed: for benchmarks without a download.
+
+    A member of a group draws whole tensors and keeps its parts: so it is the same model in any group."""
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    parts = model.parts()
+    for name, view in model.weights().items():
         if "norm" in name:
-            parameter.fill_(1)
+            view.fill_(1)
+        elif name not in parts:
+            view.normal_(0, 0.02, generator=generator)
         else:
-            parameter.normal_(0, 0.02, generator=generator)
+            part = parts[name]
+            shape = list(view.shape)
+            shape[part.dim] = part.whole
+            whole = view.new_empty(shape).normal_(0, 0.02, generator=generator)
+            view.copy_(whole.narrow(part.dim, part.start, view.shape[part.dim]))

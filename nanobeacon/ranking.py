@@ -6,6 +6,10 @@ budgets being reached, of what is then kept, or of compaction.
 
 Shapes: B requests, L layers, H query heads, K KV heads, C rows of a query buffer, D head dim, S slots of the
 longest request, n candidates: the evictable slots of each request but its newest `window`.
+
+Where a group computes a model together, H and K are a member's own heads. Since each KV head is evicted from
+by itself, members have nothing to tell each other, with two exceptions: a policy that pools all heads of a
+layer (rpc) takes the mean over members too, and query heads of a KV head with copies are put together first.
 """
 
 from dataclasses import dataclass
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from .cache import KVCache, QueryBuffer
 from .kernels import reference
+from .parallel import Heads
 from .policies import EvictionSettings
 from .request import Request
 from .rope import Rope
@@ -100,13 +105,15 @@ class Ranker:
     """Ranks the candidates of an eviction as one policy wants it."""
 
     def __init__(
-        self, settings: EvictionSettings, cache: KVCache, queries: QueryBuffer, rope: Rope, kernels
-    ) -> None:
+        self, settings: EvictionSettings, cache: KVCache, queries: QueryBuffer, rope: Rope, kernels,
+        heads: Heads,
+    ) -> None:  # fmt: skip
         self.settings = settings
         self.cache = cache
         self.queries = queries
         self.rope = rope
         self.kernels = kernels
+        self.heads = heads
 
     def ranks(self, due: Due) -> Tensor:
         """float32 [B, L, K, n]: the higher, the more worth keeping.
@@ -137,12 +144,15 @@ class Ranker:
         return scored.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
     def _by_chance(self, due: Due, shape: tuple[int, ...]) -> Tensor:
-        """Uniform numbers, drawn from each request's seed and position alone."""
+        """Uniform numbers, drawn from each request's seed and position alone; for all heads of the model, so
+        that a head's do not depend on who holds it."""
+        layers, candidates = shape[1], shape[3]
         drawn = []
         for request in due.requests:
             seed = int(request.chance("random eviction", request.num_computed) * 2**53)
             generator = torch.Generator().manual_seed(seed)
-            drawn.append(torch.rand(shape[1:], generator=generator))
+            of_all = torch.rand(layers, self.heads.count, candidates, generator=generator)
+            drawn.append(self.heads.mine(of_all, dim=1))
         return torch.stack(drawn).to(due.candidates.device)
 
     def _attention(self, due: Due, shape: tuple[int, ...]) -> Tensor:
@@ -170,12 +180,22 @@ class Ranker:
         at = due.query_positions.clamp(min=0)
         rope_lengths = torch.maximum(due.prompt_lengths[:, None], at + 1)
         cos, sin = self.rope.cos_sin(at, rope_lengths)
-        # 2. Softmax over the domain, pooled over queries and heads.
-        return self.kernels.scores(
-            self.queries.buffer, due.rows, due.query_positions, cos, sin, cache.keys, cache.positions,
+        # 2. The queries of all heads that ask these KV heads, where some are another member's.
+        buffer = self.queries.buffer
+        rows = due.rows
+        if self.heads.copies > 1:
+            buffer = self.heads.queries_of_mine(buffer[rows], dim=2)
+            rows = torch.arange(len(rows), device=rows.device)
+        # 3. Softmax over the domain, pooled over queries and heads.
+        scored = self.kernels.scores(
+            buffer, rows, due.query_positions, cos, sin, cache.keys, cache.positions,
             due.page_table, due.cached_lengths, due.domains, cache.keys.shape[-1] ** -0.5, due.longest,
             policy.group, policy.pool,
         )  # fmt: skip
+        # 4. A mean over the layer's heads: every member has the mean over as many of them.
+        if policy.group == "layer" and self.heads.group.size > 1:
+            scored = self.heads.group.all_reduce(scored) / self.heads.group.size
+        return scored
 
     def domain(self, request: Request) -> tuple[int, int]:
         """Slots [start, end) that the policy's softmax runs over."""

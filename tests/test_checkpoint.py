@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny import prompt_of, tiny_model
 
 from nanobeacon import checkpoint as module
-from nanobeacon.checkpoint import Checkpoint, Part, load_into
+from nanobeacon.checkpoint import Checkpoint, load_into
 from nanobeacon.hub import resolve
+from nanobeacon.parallel import Part
 
 INDEX = "model.safetensors.index.json"
 

@@ -11,6 +11,7 @@ from tiny import prompt_of, tiny_folder
 from nanobeacon import LLM, SamplingParams, engine, graphs
 from nanobeacon.graphs import DecodeGraphs, Recorder, buckets, can_record
 from nanobeacon.kernels import reference
+from nanobeacon.parallel import Group
 from nanobeacon.warmup import warm_up
 
 GREEDY = dict(temperature=0.0, ignore_eos=True)
@@ -84,9 +85,12 @@ def test_a_bucket_that_fails_leaves_the_others(tmp_path, caplog, possible):
 def test_reference_kernels_are_not_recorded():
     """They read the device, which a recording cannot."""
     cuda = torch.device("cuda")
-    assert not can_record(SimpleNamespace(device=cuda, kernels=reference))
-    assert can_record(SimpleNamespace(device=cuda, kernels=SimpleNamespace()))
-    assert not can_record(SimpleNamespace(device=torch.device("cpu"), kernels=SimpleNamespace()))
+    triton = SimpleNamespace()
+    alone = Group()
+    assert not can_record(SimpleNamespace(device=cuda, kernels=reference, group=alone))
+    assert can_record(SimpleNamespace(device=cuda, kernels=triton, group=alone))
+    assert not can_record(SimpleNamespace(device=torch.device("cpu"), kernels=triton, group=alone))
+    assert not can_record(SimpleNamespace(device=cuda, kernels=triton, group=Group(rank=1, size=2)))
 
 
 class PretendedCuda:

@@ -26,7 +26,7 @@ def _member(rank: int, port: int, results) -> None:
             "rows": group.gather(mine).tolist(),
             "columns": group.gather(mine, dim=1).tolist(),
             "tokens": group.broadcast(torch.tensor([rank + 5])).tolist(),
-            "seed": group.agree(f"from {rank}"),
+            "seed": group.by_first(lambda: f"from {rank}"),
             "pages": min(group.collect(100 - rank)),
         }
         alone = group.split(1)
@@ -101,9 +101,9 @@ def test_one_process_is_a_group_of_its_own_where_all_is_the_identity(monkeypatch
         assert group.all_reduce(tensor) is tensor
         assert group.gather(tensor) is tensor
         assert group.broadcast(tensor) is tensor
-        assert group.agree("seed") == "seed"
+        assert group.by_first(lambda: "seed") == "seed"
         assert group.collect(4) == [4]
-        assert group.split(1) is group
+        assert group.split(1) == group
 
 
 @pytest.mark.parametrize("size", [0, 2, 4])

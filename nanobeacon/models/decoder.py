@@ -1,10 +1,14 @@
 """One decoder for every family: a forward pass is a function of a batch, a cache and a query buffer.
 
 Knows no requests, no sampling and no files. What differs between families are flags of `ModelConfig`; where a
-checkpoint's tensors go is told by `weights`."""
+checkpoint's tensors go is told by `weights`.
+
+Members of a group share a model: each holds some of the heads, of the MLP and of the vocabulary (`parts`).
+They meet three times: two sums a layer, behind `o` and `down`, and one where rows of the embedding are looked
+up; and the head's logits are put together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -13,10 +17,11 @@ from torch import Tensor, nn
 
 from ..batch import Batch
 from ..cache import KVCache, QueryBuffer
-from ..config import ModelConfig
+from ..config import ModelConfig, share_of
 from ..kernels import choose
+from ..parallel import Group, Heads, Part
 from ..rope import Rope
-from .layers import Linear, weight
+from .layers import Linear, SummedLinear, weight
 
 Kernels = ModuleType | SimpleNamespace  # what `kernels.choose` returns
 
@@ -48,9 +53,11 @@ class Shared:
 
 
 class Layer(nn.Module):
-    """Attention and MLP of one layer; q, k, v and gate, up are fused into one matrix each."""
+    """Attention and MLP of one layer; q, k, v and gate, up are fused into one matrix each.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    config: of this member's share of the layer."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group) -> None:
         super().__init__()
         self.config = config
         self.eps = torch.tensor([config.rms_norm_eps], device=device)
@@ -66,14 +73,17 @@ class Layer(nn.Module):
         def linear(inputs: int, outputs: int, bias: bool) -> Linear:
             return Linear(make(outputs, inputs), make(outputs, wanted=bias))
 
+        def summed(inputs: int, bias: bool) -> SummedLinear:
+            return SummedLinear(make(hidden, inputs), make(hidden, wanted=bias), group)
+
         self.input_norm = make(hidden)
         self.qkv = linear(hidden, qkv_size, config.qkv_bias)
         self.q_norm = make(dim, wanted=config.qk_norm)
         self.k_norm = make(dim, wanted=config.qk_norm)
-        self.o = linear(q_size, hidden, config.o_bias)
+        self.o = summed(q_size, config.o_bias)
         self.post_norm = make(hidden)
         self.gate_up = linear(hidden, 2 * mlp, config.mlp_bias)
-        self.down = linear(mlp, hidden, config.mlp_bias)
+        self.down = summed(mlp, config.mlp_bias)
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the part of a parameter that it fills."""
@@ -85,6 +95,10 @@ class Layer(nn.Module):
             "post_attention_layernorm.weight": self.post_norm,
             "self_attn.q_norm.weight": self.q_norm,
             "self_attn.k_norm.weight": self.k_norm,
+            "self_attn.o_proj.weight": self.o.product.weight,
+            "self_attn.o_proj.bias": self.o.bias,
+            "mlp.down_proj.weight": self.down.product.weight,
+            "mlp.down_proj.bias": self.down.bias,
         }
         for kind in ("weight", "bias"):
             qkv = getattr(self.qkv, kind)
@@ -95,10 +109,8 @@ class Layer(nn.Module):
                 f"self_attn.q_proj.{kind}": q,
                 f"self_attn.k_proj.{kind}": k,
                 f"self_attn.v_proj.{kind}": v,
-                f"self_attn.o_proj.{kind}": getattr(self.o, kind),
                 f"mlp.gate_proj.{kind}": gate,
                 f"mlp.up_proj.{kind}": up,
-                f"mlp.down_proj.{kind}": getattr(self.down, kind),
             }
         return {name: view for name, view in views.items() if view is not None}
 
@@ -145,7 +157,9 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, final norm and head. Parameters are empty until a loader has filled `weights()`.
 
-    dtype: of activations and cache. held: of the weights, where they are to be packed from another dtype."""
+    config: of the whole model; `self.config` is then that of this member's share, whose vocab_size is still
+    the whole one. dtype: of activations and cache. held: of the weights, where they are to be packed from
+    another dtype. group: who computes the model together; ValueError where it cannot be shared by so many."""
 
     def __init__(
         self,
@@ -154,43 +168,89 @@ class Decoder(nn.Module):
         device: torch.device,
         page_size: int,
         held: torch.dtype | None = None,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
+        self.group = group or Group()
+        self.whole_config = config
+        config = share_of(config, self.group.size)
         self.config = config
+        self.heads = Heads(self.group, self.whole_config.num_kv_heads)
         self.dtype = dtype
         self.held = held or dtype
         self.device = device
         self.rows: Callable[[Tensor], Tensor] | None = None  # ids -> rows of an embedding that is not held
         self.kernels = choose(device, config.head_dim, page_size)
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
-        shape = (config.vocab_size, config.hidden_size)
+        # Every member has as many rows of the vocabulary; the last one's may go beyond it.
+        rows = -(-config.vocab_size // self.group.size)
+        self.first_row = self.group.rank * rows
+        self.known_rows = min(rows, config.vocab_size - self.first_row)
+        shape = (rows, config.hidden_size)
         self.embedding = weight(*shape, dtype=self.held, device=device)
-        self.layers = nn.ModuleList(Layer(config, self.held, device) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, self.held, device, self.group) for _ in range(config.num_layers)
+        )
         self.norm = weight(config.hidden_size, dtype=self.held, device=device)
         own_head = None if config.tied else weight(*shape, dtype=self.held, device=device)
         self.head = Linear(self.embedding if own_head is None else own_head)
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the view it fills; every parameter is covered exactly once."""
-        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        known = self.known_rows
+        views = {"model.embed_tokens.weight": self.embedding[:known], "model.norm.weight": self.norm}
         if not self.config.tied:
-            views["lm_head.weight"] = self.head.weight
+            views["lm_head.weight"] = self.head.weight[:known]
         for i, layer in enumerate(self.layers):
             views |= {f"model.layers.{i}.{name}": view for name, view in layer.weights().items()}
         return views
+
+    def parts(self) -> dict[str, Part]:
+        """Checkpoint tensor name -> the part of it that this member's view holds; no name: all of it."""
+        if self.group.size == 1:
+            return {}
+        whole = self.whole_config
+        share = self.config
+        rank = self.group.rank
+        dim = share.head_dim
+        q = Part(0, rank * share.num_heads * dim, whole.num_heads * dim)
+        kv = Part(0, self.heads.first * dim, whole.num_kv_heads * dim)
+        mlp = Part(0, rank * share.intermediate_size, whole.intermediate_size)
+        vocabulary = Part(0, self.first_row, whole.vocab_size)
+        # What makes heads, MLP and logits is split by its outputs; what sums over them by its inputs.
+        by_outputs = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": mlp, "up_proj": mlp}
+        by_outputs |= {"embed_tokens": vocabulary, "lm_head": vocabulary}
+        by_inputs = {"o_proj": replace(q, dim=1), "down_proj": replace(mlp, dim=1)}
+        parts = {}
+        for name in self.weights():
+            *_, module, kind = name.split(".")
+            if module in by_outputs:
+                parts[name] = by_outputs[module]
+            elif module in by_inputs and kind == "weight":
+                parts[name] = by_inputs[module]
+        return parts
 
     def forward(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Tensor:
         """One forward pass; returns the hidden states [T, hidden] after the final norm."""
         cache.store_positions(batch.positions, batch.slots)
         queries.store_positions(batch.observation, batch.positions)
-        ids = batch.token_ids
-        hidden = self.rows(ids) if self.rows is not None else F.embedding(ids, self.embedding)
-        hidden = hidden.float()  # sums over layers stay in float32
+        hidden = self._embedded(batch.token_ids).float()  # sums over layers stay in float32
         shared = self._shared(batch, cache, queries)
         update = None
         for i, layer in enumerate(self.layers):
             update = layer(i, hidden, update, shared)
         return self.kernels.add_rms_norm(hidden, update, self.norm, self.layers[-1].eps)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Rows [T, hidden] of the embedding for ids [T]: each comes from the member that holds it."""
+        if self.rows is not None:
+            return self.rows(ids)
+        if self.group.size == 1:
+            return F.embedding(ids, self.embedding)
+        row = ids - self.first_row
+        elsewhere = (row < 0) | (row >= self.known_rows)
+        found = F.embedding(row.masked_fill(elsewhere, 0), self.embedding)
+        return self.group.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
 
     def _shared(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Shared:
         cos, sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
@@ -205,4 +265,4 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
         """float32 [R, vocabulary] from hidden [R, hidden]; rows of the head past `vocabulary` are padding."""
-        return self.head(hidden)[:, :vocabulary].float()
+        return self.group.gather(self.head(hidden), dim=1)[:, :vocabulary].float()

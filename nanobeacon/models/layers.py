@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer that hold parameters: a linear map, and a parameter that a loader fills.
+"""The pieces of a decoder layer that hold parameters: linear maps, and a parameter that a loader fills.
 
 Knows nothing of attention, caches or checkpoints. What makes linear maps fast on a CPU is in `packing.py`."""
 
@@ -8,6 +8,8 @@ import mmap
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..parallel import Group
 
 
 def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -28,3 +30,19 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class SummedLinear(nn.Module):
+    """A linear map whose inputs are split over a group: x [T, this member's inputs] -> [T, out].
+
+    The members' products are summed, so that each has the result; the bias is added behind that, so once."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group) -> None:
+        super().__init__()
+        self.product = Linear(weight)
+        self.bias = bias
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.group.all_reduce(self.product(x))
+        return out if self.bias is None else out.add_(self.bias)

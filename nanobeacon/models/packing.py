@@ -90,14 +90,13 @@ def pack(model: Decoder, rows: Callable[[Tensor], Tensor] | None = None) -> None
     ids -> [T, hidden], can be had, so that the matrix need not be in memory twice."""
     if model.kernels is not reference or not packing_pays(model.held, model.device):
         return  # Triton's kernels, interpreted on a CPU, want q and the cache in one dtype
-    model.head = packed(model.head)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear):
+                setattr(module, name, packed(child))
     if model.config.tied and rows is not None:
         model.embedding = None
         model.rows = rows
-    for layer in model.layers:
-        for name, child in list(layer.named_children()):
-            if isinstance(child, Linear):
-                setattr(layer, name, packed(child))
     for parameter in model.parameters():
         if parameter.dim() == 1:  # the scales of the norms
             parameter.data = parameter.data.float()
