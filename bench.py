@@ -28,6 +28,7 @@ COMMANDS = {
     "fidelity": "how close each policy stays to the full cache on text of the model's own",
     "accuracy": "how often a model is right under each policy and budget",
     "kernels": "the kernels' times and floors",
+    "gpu": "all that only a GPU can show, within 12 minutes; one table, one JSON",
     "revisit": "which tokens of a text go back, in which layers and heads; one report with figures",
     "soak": "random traffic for as long as one likes: nothing lost, memory flat, answers as alone",
     "tour": "two minutes on the embedded reasoner, offline (what runs without a subcommand)",
@@ -51,7 +52,8 @@ PRESETS = {  # the fields of CONFIG
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 SECTIONS = ("times", "floors", "table4", "expected", "launches", "kernels")  # tables of `kernels`
-TIMED = ("throughput", "crossover", "prefix")  # those that run any model's shape
+TIMED = ("throughput", "crossover", "prefix", "gpu")  # those that run any model's shape
+PRESET = "smollm2-135m"  # of those that have none of their own
 
 
 def command_of(arguments: Sequence[str]) -> str:
@@ -68,7 +70,9 @@ def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
 
     p = Parser(prog=f"bench.py {command}", description=COMMANDS[command], conflict_handler="resolve")
     if command in TIMED:
-        add_job_arguments(p)
+        add_model_arguments(p, getattr(module, "PRESET", PRESET))
+        if command != "gpu":  # it has lengths of its own
+            add_job_arguments(p)
     module.add_arguments(p)
     p.add_argument("--threads", type=int, help="of the CPU (default: torch's own)")
     if hasattr(module, "charts"):
@@ -84,17 +88,20 @@ def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
     return options
 
 
-def add_job_arguments(p: argparse.ArgumentParser) -> None:
+def add_model_arguments(p: argparse.ArgumentParser, preset: str) -> None:
     which = p.add_mutually_exclusive_group()
     which.add_argument("--model", help="folder or hub id")
-    which.add_argument("--preset", choices=PRESETS, help="its shape, random weights (default: smollm2-135m)")
+    which.add_argument("--preset", choices=PRESETS, help=f"its shape, random weights (default: {preset})")
     p.add_argument("--load", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
-    p.add_argument("--prompt-length", type=int, help="tokens (default: %(default)s)")
-    p.add_argument("--output-length", type=int, help="tokens (default: %(default)s)")
-    p.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     p.add_argument("--seed", type=int, default=0, help="of the prompts' token ids")
+
+
+def add_job_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--prompt-length", type=int, help="tokens (default: %(default)s)")
+    p.add_argument("--output-length", type=int, help="tokens (default: %(default)s)")
+    p.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
     p.add_argument("--no-cuda-graphs", action="store_true")
 
 
@@ -203,7 +210,7 @@ def measure(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     options = parse(command, module, arguments)
     torch.set_num_threads(options.threads)
     if command in TIMED:
-        options.preset = options.preset or (None if options.model else "smollm2-135m")
+        options.preset = options.preset or (None if options.model else getattr(module, "PRESET", PRESET))
         with settled(options) as job:
             found = {n: getattr(job, n) for n in ("load", "device", "dtype")} | module.run(job)
     else:

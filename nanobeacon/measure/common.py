@@ -10,6 +10,7 @@ import signal
 import statistics
 import sys
 import threading
+import time
 import traceback
 import warnings
 from argparse import ArgumentTypeError, Namespace
@@ -125,7 +126,11 @@ class Worker:
     """make(*arguments) in a fresh process, whose memory is its own; `call` runs a method there and waits.
 
     ValueError there is ValueError here, anything else a RuntimeError that names it. Ends with its context.
+    `deadline`, on the clock of time.monotonic, may be set before it is entered: an answer that has not come
+    by then is a RuntimeError.
     """
+
+    deadline: float | None = None
 
     def __init__(self, name: str, threads: int, make: Callable, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share what the parent has loaded
@@ -157,6 +162,8 @@ class Worker:
         return self._answer()
 
     def _answer(self) -> Any:
+        if self.deadline is not None and not self._pipe.poll(max(0.0, self.deadline - time.monotonic())):
+            raise RuntimeError(f"{self.name}: its time was over")
         try:
             kind, value = self._pipe.recv()
         except EOFError:

@@ -229,10 +229,13 @@ def floor(moved: int, operations: int, gpu: str) -> float:
     return max(moved / bandwidth, operations / rate)
 
 
-def work(shape: Shape, batch: int, budget: int | None) -> list[tuple[str, str, int, int, int]]:
+def work(
+    shape: Shape, batch: int, budget: int | None, generated: int = GENERATED
+) -> list[tuple[str, str, int, int, int]]:
     """(part, when, times, bytes, operations): what a decode step of `batch` requests does, with the cache
-    they have on average; what fps does with full buffers in a period; what the eviction at its end does."""
-    cached = GENERATED // 2 if budget is None else budget - budget // PERIODS // 2
+    they have on average while so many tokens are generated; what fps does with full buffers in a period; what
+    the eviction at its end does."""
+    cached = generated // 2 if budget is None else budget - budget // PERIODS // 2
     step, period = costs(shape, batch, cached, 1), costs(shape, batch, budget or cached, shape.layers)
     parts = [("weights", "step", 1, shape.weights * shape.dtype.itemsize, 2 * shape.weights * batch)]
     parts += [(name, "step", shape.layers, *step[name]) for name in ("store", "decode attention")]
@@ -279,23 +282,30 @@ def median_seconds(call: Callable, device: str) -> float:
     return statistics.median(seconds[1:])
 
 
+def copy_rate(device: str) -> float:
+    """Bytes a second that a plain copy reads and writes."""
+    source = torch.zeros(2**30 if device.startswith("cuda") else 2**26, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    with torch.cuda.device_of(source):
+        return 2 * source.numel() / median_seconds(lambda: target.copy_(source), device)
+
+
 def timings(device: str) -> list[dict]:
     """Each kernel's time, and what its bytes would take at the rate of a plain copy, measured first. On a GPU
     Qwen3-4B with 14 and 192 requests of 2,048 slots; on a CPU something small, on the reference."""
     cuda = device.startswith("cuda")
     shape = SHAPES["qwen3-4b" if cuda else "smollm2-135m"]
     sizes = [(14, 2048, shape.layers), (192, 2048, 2)] if cuda else [(2, 256, 2)]
-    source = torch.zeros(2**30 if cuda else 2**26, dtype=torch.uint8, device=device)
-    target, rows = torch.zeros_like(source), []
-    with torch.cuda.device_of(source):  # Triton launches on the current GPU
-        copy_rate = 2 * source.numel() / median_seconds(lambda: target.copy_(source), device)
+    rate = copy_rate(device)
+    rows = []
+    with torch.cuda.device_of(torch.empty(0, device=device)):  # Triton launches on the current GPU
         for requests, cached, layers in sizes:
             kernels, spent = choose(device, shape.dim, shape.page), costs(shape, requests, cached, layers)
             for name, call in calls(kernels, shape, requests, cached, layers, device).items():
                 seconds, (moved, operations) = median_seconds(call, device), spent[name]
                 row = {"kernel": name, "device": device, "requests": requests}
                 row |= {"cached": cached, "layers": layers}
-                row |= {"us": round(seconds * 1e6, 1), "floor_us": round(moved / copy_rate * 1e6, 1)}
-                row |= {"of_copy_rate": round(moved / seconds / copy_rate, 3)}
+                row |= {"us": round(seconds * 1e6, 1), "floor_us": round(moved / rate * 1e6, 1)}
+                row |= {"of_copy_rate": round(moved / seconds / rate, 3)}
                 rows.append(row | {"tflops": round(operations / seconds / 1e12, 3)})
     return rows

@@ -5,6 +5,7 @@ at once, so that a slow minute of the machine hits all alike. Knows the paper's 
 """
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -72,7 +73,13 @@ def run(options: Namespace) -> dict[str, Any]:
     if options.table4:
         rows = _table4(options)
     elif options.max_batch:
-        rows = [_largest(system, options) for system in systems if system.name == "nanobeacon"]
+        own = [system for system in systems if system.name == "nanobeacon"]
+        for system in own:
+
+            def measured(batch: int, system: System = system) -> dict[str, Any]:
+                return alternate([system], options, batch=batch)[0]
+
+            rows.append(largest(system, options, measured))
     else:
         for batch in options.batch:
             rows += alternate(systems, options, batch=batch)
@@ -119,18 +126,27 @@ def _table4(options: Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _largest(system: System, options: Namespace) -> dict[str, Any]:
-    """The row of the largest batch that fits: reckoned from what is free, run, and lowered if that fails."""
-    shape, settings = read_config(options.model), settle(system.policy, system.budget)
-    vector = shape.num_layers * (shape.head_dim * (4 if options.dtype == "float32" else 2) + 2)
-    each = (pages_of(options, system.budget) + 1) * PAGE * shape.num_kv_heads * 2 * vector
-    each += settings.capacity * shape.num_heads * vector if settings else 0
+def request_bytes(system: System, options: Namespace) -> int:
+    """What one more request takes at most: its pages, and its row of the query buffer."""
+    shape = read_config(options.model)
+    settings = settle(system.policy, system.budget)
+    itemsize = 4 if options.dtype == "float32" else 2
+    vector = shape.num_layers * (shape.head_dim * itemsize + 2)  # and half a position, of four bytes
+    pages = pages_of(options, system.budget) + 1
+    found = pages * PAGE * shape.num_kv_heads * 2 * vector
+    if settings is not None:
+        found += settings.capacity * shape.num_heads * vector
+    return found
+
+
+def largest(system: System, options: Namespace, measured: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """`measured` of the largest batch that fits: reckoned from what is free, run, lowered if that fails."""
     with start(system, changed(options, batch=1)) as worker:
         room = options.memory * 1e9 if options.memory else 0.8 * worker.call("free")
-    batch = int(room // each)
+    batch = int(room // request_bytes(system, options))
     while batch:
         try:
-            return alternate([system], options, batch=batch)[0]
+            return measured(batch)
         except RuntimeError as error:
             if "OutOfMemory" not in str(error) and "killed" not in str(error):
                 raise
