@@ -5,8 +5,14 @@ Imports lazily, so that the parts without torch (scheduler, pages, policies, con
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Output", "Policy", "SamplingParams"]
-_HOMES = {"LLM": "llm", "Output": "llm", "SamplingParams": "request", "Policy": "policies"}
+__all__ = ["LLM", "Output", "Policy", "SamplingParams", "Stage"]
+_HOMES = {
+    "LLM": "llm",
+    "Output": "llm",
+    "SamplingParams": "request",
+    "Policy": "policies",
+    "Stage": "policies",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import ModelConfig
-from .observation import Observation, Reduction, Ring
+from .observation import Observation, mechanism_for
 from .policies import EvictionSettings
 from .request import Request
 from .scheduler import Plan
@@ -47,8 +47,8 @@ class QueryBuffer:
     """Past queries of running requests, before RoPE.
 
     buffer [rows, L, H, C, D] in the model's dtype, positions int32 [rows, L, H, C]; C is the settings'
-    capacity. Row 0 is nobody's. What stands in which slot is the business of `mechanism`, a `Reduction` or a
-    `Ring`; None where the policy asks no queries.
+    capacity. Row 0 is nobody's. What stands in which slot is the business of `mechanism`; None where the
+    policy asks no queries.
     """
 
     def __init__(
@@ -56,9 +56,8 @@ class QueryBuffer:
         device: torch.device,
     ) -> None:  # fmt: skip
         self.capacity = settings.capacity if settings is not None else 0
-        self.mechanism: Reduction | Ring | None = None
-        if self.capacity:
-            self.mechanism = Reduction(settings) if settings.reduces else Ring(settings)
+        self.mechanism = mechanism_for(settings) if settings is not None else None
+        self.beacons = settings.policy.beacons if settings is not None else 0
         shape = (num_rows, config.num_layers, config.num_heads, self.capacity)
         self.buffer = torch.empty(*shape, config.head_dim, dtype=dtype, device=device)
         self.positions = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -93,10 +92,9 @@ class QueryBuffer:
             self.buffer[row, layer, :, slot] = q[token].to(self.buffer.dtype)
         if observation.chunks:
             new = q.transpose(0, 1).to(self.buffer.dtype).contiguous()
-            beacons = self.mechanism.settings.policy.beacons
             kernels.reduce_chunks(
                 self.buffer[:, layer], self.positions[:, layer], new, positions,
-                observation.chunk_table, beacons, observation.longest,
+                observation.chunk_table, self.beacons, observation.longest,
             )  # fmt: skip
 
     def advance(self, plan: Plan, observation: Observation) -> None:

@@ -69,7 +69,7 @@ class Evictor:
         freeze only recents come in, for which the row has room until the eviction.
         """
         before_freeze = self.settings.freeze - request.evictable
-        room = self.queries.capacity - request.buffer_count
+        room = self.settings.policy.observed - request.buffer_count
         if before_freeze > 0:
             return min(before_freeze, room)
         if before_freeze == 0 and request.buffer_count > self.settings.policy.beacons:
@@ -168,22 +168,18 @@ class Evictor:
         settings = self.settings
         cache = self.cache
         device = cache.keys.device
-        rotations: list[int] = []
-        domains: list[int] = []
-        for request in requests:
-            domains += self.ranker.domain(request)
-            if self.queries.capacity:
-                rotations += self.queries.rotations(request)
         numbers = [
             [r.row for r in requests],
             [r.cached_length for r in requests],
             [len(r.prompt_token_ids) for r in requests],
             [r.protected for r in requests],
             [r.buffer_count for r in requests],
-            domains,
-            rotations,
         ]
-        rows, lengths, prompt_lengths, first_evictable, counts, domains_there, at = to_device(numbers, device)
+        if self.queries.capacity:
+            for stage in settings.policy.scores:
+                numbers.append([slot for r in requests for slot in self.ranker.domain(r, stage)])
+                numbers.append([at for r in requests for at in self.ranker.rotations(r, stage)])
+        rows, lengths, prompt_lengths, first_evictable, counts, *asked = to_device(numbers, device)
         longest = max(r.cached_length for r in requests)
         num_pages = -(-longest // cache.page_size)
         # The candidates are what is not protected and not among the newest `window`.
@@ -195,8 +191,8 @@ class Evictor:
             prompt_lengths=prompt_lengths,
             first_evictable=first_evictable,
             buffer_counts=counts,
-            domains=domains_there.view(-1, 2),
-            query_positions=at.view(len(requests), self.queries.capacity),
+            domains=[domains.view(-1, 2) for domains in asked[0::2]],
+            query_positions=[at.view(len(requests), -1) for at in asked[1::2]],
             page_table=cache.page_table[:, :num_pages].index_select(0, rows),
             candidates=first_evictable[:, None] + index,
             longest=longest,
@@ -252,7 +248,7 @@ class Evictor:
     def _event(self, request: Request) -> EvictionEvent:
         pages = torch.tensor(request.pages, device=self.cache.keys.device)
         kept = self.cache.positions[:, :, pages].flatten(2)[..., : request.cached_length]
-        left = request.buffer_count if self.settings.reduces else self.queries.capacity
+        left = request.buffer_count if self.settings.reduces else self.settings.policy.observed
         beacons = self.queries.positions[request.row, ..., :left]
         # Of all heads of the model, whoever holds them
         kept = self.heads.of_all(kept, dim=1)

@@ -1,21 +1,22 @@
-"""Where the queries of a batch go in a query buffer row: two mechanisms, both decided from counts alone.
+"""Where the queries of a batch go in a query buffer row: two mechanisms, decided from counts alone.
 
 * `Reduction` (METHOD.md, "Query buffer"): queries are appended; farthest point sampling boils them down to
   the beacons whenever the row is full, at the freeze and after an eviction.
 * `Ring`: the newest queries overwrite the oldest ones, slot by slot; in front of them stand beacons that no
   sampling finds: the first queries of the output, or a reservoir of random past ones.
 
-Both answer the same three questions: where do a batch's queries go (`plan`), what has the row held since
+A policy whose stages ask more of the newest queries has both, `SideBySide`.
+All answer the same three questions: where do a batch's queries go (`plan`), what has the row held since
 (`advance`), and to which position is each slot's query rotated when an eviction asks it (`rotations`).
 Knows requests, rows and counts on the host; nothing of vectors, of caches or of when an eviction is due.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .policies import EvictionSettings
+from .policies import EvictionSettings, Policy
 from .request import Request
 from .scheduler import Plan
 
@@ -98,7 +99,7 @@ class Reduction:
         newest = request.num_computed - 1
         recents = self.settings.recents
         beacons = request.buffer_count - recents
-        empty = self.settings.capacity - request.buffer_count
+        empty = self.settings.policy.observed - request.buffer_count
         own_positions = list(range(newest - recents + 1, newest + 1))
         return [newest] * beacons + own_positions + [EMPTY] * empty
 
@@ -106,8 +107,8 @@ class Reduction:
 class Ring:
     """Beacon slots first, then a ring: the query of position p lies in slot beacons + p mod recents."""
 
-    def __init__(self, settings: EvictionSettings) -> None:
-        self.settings = settings
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
 
     def plan(self, plan: Plan, device: torch.device) -> Observation:
         """Every query that stays, as a copy (token, row, slot)."""
@@ -121,7 +122,7 @@ class Ring:
 
     def _writes(self, request: Request, first: int, length: int, decode: bool) -> list[tuple[int, int, int]]:
         """The copies of one request's tokens, whose first is token `first` of the batch."""
-        policy = self.settings.policy
+        policy = self.policy
         token_of: dict[int, int] = {}  # slot -> token: of several queries for one slot, the last one stays
         idle = []  # decode tokens that no beacon slot takes
         for i in range(length):
@@ -143,7 +144,7 @@ class Ring:
 
     def _beacon_slot(self, request: Request, position: int, evictable: int) -> int:
         """The beacon slot that a query would go to; one outside [0, beacons) is none."""
-        policy = self.settings.policy
+        policy = self.policy
         if policy.select == "first":
             return evictable
         if policy.select == "reservoir":
@@ -157,12 +158,53 @@ class Ring:
 
     def rotations(self, request: Request) -> list[int]:
         """As in `Reduction`: beacons at the newest position, the ring's queries at their own."""
-        policy = self.settings.policy
+        policy = self.policy
         newest = request.num_computed - 1
         candidates = {"first": request.evictable, "reservoir": newest + 1}.get(policy.select, 0)
         beacons = min(candidates, policy.beacons)
-        at = [newest] * beacons + [EMPTY] * (self.settings.capacity - beacons)
+        at = [newest] * beacons + [EMPTY] * (policy.observed - beacons)
         oldest = max(0, newest + 1 - policy.recents)
         for position in range(oldest, newest + 1):
             at[policy.beacons + position % policy.recents] = position
         return at
+
+
+class SideBySide:
+    """Beacons and recents in front, as a policy without stages keeps them; behind them a ring of the newest
+    queries, which other stages ask."""
+
+    def __init__(self, settings: EvictionSettings) -> None:
+        policy = settings.policy
+        self.settings = settings
+        self.front = Reduction(settings) if settings.reduces else Ring(policy)
+        self.ring = Ring(Policy("latest", select="none", beacons=0, recents=policy.latest))
+
+    def plan(self, plan: Plan, device: torch.device) -> Observation:
+        """What the front does with a batch, and one more copy of each query that enters the ring."""
+        front = self.front.plan(plan, device)
+        token, row, slot = self.ring.plan(plan, device).writes
+        parts = [(token, row, slot + self.settings.policy.observed)]
+        if front.rows is not None:
+            tokens = torch.arange(len(front.rows), device=device)
+            parts.append((tokens, front.rows, front.slots))
+        if front.writes is not None:
+            parts.append(front.writes)
+        writes = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return replace(front, rows=None, slots=None, writes=writes)
+
+    def advance(self, plan: Plan, observation: Observation) -> None:
+        """The front counts; a ring has nothing to count."""
+        self.front.advance(plan, observation)
+
+    def rotations(self, request: Request) -> list[int]:
+        """Of the front's slots, then of the ring's."""
+        return self.front.rotations(request) + self.ring.rotations(request)
+
+
+def mechanism_for(settings: EvictionSettings) -> Reduction | Ring | SideBySide | None:
+    """What decides over a row of the query buffer; None where the policy asks no queries."""
+    if not settings.capacity:
+        return None
+    if settings.policy.latest:
+        return SideBySide(settings)
+    return Reduction(settings) if settings.reduces else Ring(settings.policy)

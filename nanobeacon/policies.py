@@ -14,7 +14,7 @@ WORDS = {
     "ranking": ("queries", "newest", "random", "none"),
     "select": ("fps", "first", "reservoir", "none"),
     "domain": ("all", "evictable", "before-recents"),
-    "group": ("max", "layer", "logits"),
+    "group": ("max", "mean", "layer", "logits"),
     "pool": ("max", "mean", "sum"),
     "smoothing": (None, "avg", "max"),
 }
@@ -33,9 +33,43 @@ def check_whole(name: str, value: object, least: int | None = 0, or_else: str = 
 
 
 @dataclass(frozen=True)
+class Stage:
+    """One score, and how many of the free slots go to the tokens that it ranks highest (METHOD.md, "Stages").
+
+    Only tokens that no earlier stage has taken compete. The fields after `latest` are those of `Policy`.
+    """
+
+    slots: int | float | None = None  # a number, a share of the free ones, or None: all that are left
+    latest: int | None = None  # so many newest queries are asked; None: the policy's beacons and recents
+    domain: str = "all"
+    group: str = "max"
+    pool: str = "max"
+    smoothing: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("domain", "group", "pool", "smoothing"):
+            value = getattr(self, name)
+            check(value in WORDS[name], f"stage: {name}", value, f"possible are {WORDS[name]}")
+        if self.latest is not None:
+            check_whole("stage: latest", self.latest, least=1)
+        if isinstance(self.slots, float):
+            check(0 < self.slots < 1, "stage: slots", self.slots, "a share between 0 and 1 is possible")
+        elif self.slots is not None:
+            check_whole("stage: slots", self.slots, least=1, or_else="a share, None or ")
+
+    def slots_of(self, free: int, left: int) -> int:
+        """How many of the slots that are left this stage gives away; `free`: what all stages share."""
+        if self.slots is None:
+            return left
+        wanted = int(self.slots * free) if isinstance(self.slots, float) else self.slots
+        return min(wanted, left)
+
+
+@dataclass(frozen=True)
 class Policy:
     """One line of METHOD.md's table of policies. The numbers are its own; one that a user gives wins.
 
+    stages: several scores that share the free slots. They replace domain, group, pool and smoothing.
     score: a function of the user's own, from a `ranking.Slots` to a tensor [B, L, K, n]; the higher, the more
     worth keeping. It replaces the ranking. The queries named here are still asked for it (`Slots.attention`);
     with beacons=0 and recents=0 nobody is asked.
@@ -53,6 +87,7 @@ class Policy:
     window: int = 32  # newest tokens that always stay
     attention_share: float | None = None  # R-KV's lambda: the rest of the score is minus the redundancy
     buffer: int | None = None  # rows of the query buffer; None: beacons + recents
+    stages: tuple[Stage, ...] = ()
     score: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -70,11 +105,53 @@ class Policy:
             check_whole("buffer", self.buffer, least=self.beacons + self.recents)
         own_score = self.score is None or (callable(self.score) and self.ranking == "queries")
         check(own_score, "score", self.score, "a function, with ranking='queries', is possible")
+        if self.stages:
+            self._check_stages()
+
+    def _check_stages(self) -> None:
+        """ValueError for stages that nobody would carry out."""
+        name = f"policy {self.name!r}: stages"
+        right = isinstance(self.stages, tuple) and all(isinstance(stage, Stage) for stage in self.stages)
+        check(right, name, self.stages, "a tuple of Stage is possible")
+        alone = self.ranking == "queries" and self.score is None and self.attention_share is None
+        check(alone, name, self.stages, "they need ranking='queries', no score and no attention_share")
+        for field in ("domain", "group", "pool", "smoothing"):
+            value = getattr(self, field)
+            idle = value == getattr(Policy, field)
+            check(idle, f"policy {self.name!r}: {field}", value, "each stage names its own; leave it out")
+        for_the_rest = [stage for stage in self.stages if stage.slots is None]
+        last = for_the_rest == [self.stages[-1]]
+        check(last, name, self.stages, "the last stage, and no other, has slots=None")
+        observed = self.beacons + self.recents > 0 or all(stage.latest for stage in self.stages)
+        nobody = "a stage without latest asks beacons and recents, and there are none"
+        check(observed, name, self.stages, nobody)
 
     @property
     def asks(self) -> bool:
         """Whether past queries have a say, so that they must be kept."""
-        return self.ranking == "queries" and self.beacons + self.recents > 0
+        return self.ranking == "queries" and self.beacons + self.recents + self.latest > 0
+
+    @property
+    def latest(self) -> int:
+        """Newest queries that are kept beside beacons and recents, for the stages that ask them."""
+        return max((stage.latest or 0 for stage in self.stages), default=0)
+
+    @property
+    def observed(self) -> int:
+        """Rows of the query buffer a head for beacons and recents; 0: none of them are asked."""
+        if self.ranking != "queries" or self.beacons + self.recents == 0:
+            return 0
+        rows = self.buffer or self.beacons + self.recents
+        return max(rows, self.beacons + 1)  # room for one new query beside the beacons
+
+    def recents_of(self, stage: Stage) -> int:
+        """How many of the newest queries a stage asks."""
+        return self.recents if stage.latest is None else stage.latest
+
+    @property
+    def scores(self) -> tuple[Stage, ...]:
+        """The stages; a policy without any has one, for all slots."""
+        return self.stages or (Stage(None, None, self.domain, self.group, self.pool, self.smoothing),)
 
 
 _LATEST = Policy("recent", select="none", beacons=0, recents=32)  # asks only the newest queries
@@ -120,13 +197,14 @@ class EvictionSettings:
     @property
     def window(self) -> int:
         """Newest tokens that always stay; those outside the softmax's domain have no score and stay too."""
-        unscored = self.policy.recents if self.policy.domain == "before-recents" else 0
-        return max(self.policy.window, unscored)
+        policy = self.policy
+        unscored = [policy.recents_of(s) for s in policy.scores if s.domain == "before-recents"]
+        return max(policy.window, *unscored, 0)
 
     @property
     def reduces(self) -> bool:
         """Whether beacons are distilled by repeated reduction, with a freeze before each eviction."""
-        return self.policy.select == "fps" and self.policy.asks
+        return self.policy.select == "fps" and self.policy.observed > 0
 
     @property
     def recents(self) -> int:
@@ -141,10 +219,7 @@ class EvictionSettings:
     @property
     def capacity(self) -> int:
         """Rows of the query buffer a head; 0: the policy asks no queries."""
-        if not self.policy.asks:
-            return 0
-        rows = self.policy.buffer or self.policy.beacons + self.policy.recents
-        return max(rows, self.policy.beacons + 1)  # room for one new query beside the beacons
+        return self.policy.observed + self.policy.latest
 
     def protected(self, prompt_length: int) -> int:
         return prompt_length if self.protect == "prompt" else int(self.protect)

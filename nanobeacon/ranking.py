@@ -21,8 +21,9 @@ from torch import Tensor
 
 from .cache import KVCache, QueryBuffer
 from .kernels import reference
+from .observation import EMPTY
 from .parallel import Heads
-from .policies import EvictionSettings
+from .policies import EvictionSettings, Stage
 from .request import Request
 from .rope import Rope
 
@@ -39,8 +40,8 @@ class Due:
     prompt_lengths: Tensor  # int32 [B]
     first_evictable: Tensor  # int32 [B]: the first slot that is not protected
     buffer_counts: Tensor  # int32 [B]: queries in a row that is reduced
-    domains: Tensor  # int32 [B, 2]: slots [start, end) that the policy's softmax runs over
-    query_positions: Tensor  # int32 [B, C]: where the row's queries are rotated to, -1 for an empty slot
+    domains: list[Tensor]  # of each stage, int32 [B, 2]: slots [start, end) that its softmax runs over
+    query_positions: list[Tensor]  # of each stage, int32 [B, C]: where queries are rotated to, -1: not asked
     page_table: Tensor  # int32 [B, pages of the longest]
     candidates: Tensor  # int64 [B, n], slots
     longest: int  # S
@@ -130,12 +131,12 @@ class Ranker:
             return ages.expand(shape)
         if policy.ranking == "random":
             return self._by_chance(due, shape)
-        return self._attention(due, shape)
+        return self._by_stages(due, shape)
 
     def _own_score(self, due: Due, shape: tuple[int, ...]) -> Tensor:
         """The user's function, its answer checked; not a number counts as the lowest rank."""
-        attention = self._attention(due, shape) if self.queries.capacity else None
         policy = self.settings.policy
+        attention = self._attention(due, shape, number=0) if self.queries.capacity else None
         scored = policy.score(Slots(due, self.cache, attention))
         if not isinstance(scored, Tensor) or scored.shape != shape:
             found = list(scored.shape) if isinstance(scored, Tensor) else type(scored).__name__
@@ -155,29 +156,52 @@ class Ranker:
             drawn.append(self.heads.mine(of_all, dim=1))
         return torch.stack(drawn).to(due.candidates.device)
 
-    def _attention(self, due: Due, shape: tuple[int, ...]) -> Tensor:
-        """Scores of the candidates by the policy's queries."""
+    def _by_stages(self, due: Due, shape: tuple[int, ...]) -> Tensor:
+        """The last stage's scores; what an earlier stage has taken stands above them all.
+
+        A policy without stages has one, which ranks every slot."""
+        free = self.settings.kept - self.settings.window
+        taken = torch.zeros(shape, dtype=torch.bool, device=due.candidates.device)
+        num_taken = 0
+        for number, stage in enumerate(self.settings.policy.scores):
+            # 1. How this stage ranks what is left.
+            ranks = self._attention(due, shape, number)
+            if num_taken:
+                ranks = ranks.masked_fill(taken, torch.inf)
+            # 2. It takes its share; of equal ones the older. Who takes the rest need not say which.
+            num_taken += stage.slots_of(free, free - num_taken)
+            if num_taken == free:
+                break
+            best = ranks.sort(stable=True, dim=-1, descending=True).indices[..., :num_taken]
+            taken = taken.scatter(-1, best, True)
+        return ranks
+
+    def _attention(self, due: Due, shape: tuple[int, ...], number: int) -> Tensor:
+        """Scores of the candidates by the queries that stage `number` asks."""
         policy = self.settings.policy
+        stage = policy.scores[number]
         # 1. What the queries say of every slot.
-        scored = self._scores(due)
+        scored = self._scores(due, number)
         # 2. Smoothing over neighbours; slots outside the domain count as zero weight.
-        if policy.smoothing == "avg":
+        if stage.smoothing == "avg":
             scored = F.avg_pool1d(scored.clamp(min=0).flatten(0, 1), SMOOTHED, 1, SMOOTHED // 2)
-        elif policy.smoothing == "max":
+        elif stage.smoothing == "max":
             scored = F.max_pool1d(scored.flatten(0, 1), SMOOTHED, 1, SMOOTHED // 2)
         scored = scored.view(shape[0], shape[1], shape[2], due.longest)
         # 3. R-KV's part: keys that resemble others are worth less.
         if policy.attention_share is not None:
-            redundant = reference.redundancy(self.cache.keys, due.page_table, due.domains, due.longest)
+            redundant = reference.redundancy(self.cache.keys, due.page_table, due.domains[0], due.longest)
             scored = policy.attention_share * scored - (1 - policy.attention_share) * redundant
         return scored.gather(3, due.candidates[:, None, None].expand(shape))
 
-    def _scores(self, due: Due) -> Tensor:
-        """float32 [B, L, K, S]: the buffer's queries, rotated, against every slot of the domains."""
-        policy = self.settings.policy
+    def _scores(self, due: Due, number: int) -> Tensor:
+        """float32 [B, L, K, S]: the queries that stage `number` asks, rotated, against every slot of its
+        domains."""
+        stage = self.settings.policy.scores[number]
+        positions = due.query_positions[number]
         cache = self.cache
         # 1. The angles: beacons are rotated to the newest position, recents to their own.
-        at = due.query_positions.clamp(min=0)
+        at = positions.clamp(min=0)
         rope_lengths = torch.maximum(due.prompt_lengths[:, None], at + 1)
         cos, sin = self.rope.cos_sin(at, rope_lengths)
         # 2. The queries of all heads that ask these KV heads, where some are another member's.
@@ -188,21 +212,31 @@ class Ranker:
             rows = torch.arange(len(rows), device=rows.device)
         # 3. Softmax over the domain, pooled over queries and heads.
         scored = self.kernels.scores(
-            buffer, rows, due.query_positions, cos, sin, cache.keys, cache.positions,
-            due.page_table, due.cached_lengths, due.domains, cache.keys.shape[-1] ** -0.5, due.longest,
-            policy.group, policy.pool,
+            buffer, rows, positions, cos, sin, cache.keys, cache.positions,
+            due.page_table, due.cached_lengths, due.domains[number], cache.keys.shape[-1] ** -0.5,
+            due.longest, stage.group, stage.pool,
         )  # fmt: skip
         # 4. A mean over the layer's heads: every member has the mean over as many of them.
-        if policy.group == "layer" and self.heads.group.size > 1:
+        if stage.group == "layer" and self.heads.group.size > 1:
             scored = self.heads.group.all_reduce(scored) / self.heads.group.size
         return scored
 
-    def domain(self, request: Request) -> tuple[int, int]:
-        """Slots [start, end) that the policy's softmax runs over."""
-        policy = self.settings.policy
+    def rotations(self, request: Request, stage: Stage) -> list[int]:
+        """Where each query of the row is rotated to when a stage asks; -1 for those that it does not ask."""
+        rotations = self.queries.rotations(request)
+        observed = self.settings.policy.observed
+        if stage.latest is None:
+            return rotations[:observed] + [EMPTY] * (len(rotations) - observed)
+        newest = request.num_computed - 1
+        return [EMPTY] * observed + [
+            at if at > newest - stage.latest else EMPTY for at in rotations[observed:]
+        ]
+
+    def domain(self, request: Request, stage: Stage) -> tuple[int, int]:
+        """Slots [start, end) that a stage's softmax runs over."""
         length = request.cached_length
-        if policy.domain == "evictable":
+        if stage.domain == "evictable":
             return request.protected, length - self.settings.window
-        if policy.domain == "before-recents":
-            return 0, length - policy.recents
+        if stage.domain == "before-recents":
+            return 0, length - self.settings.policy.recents_of(stage)
         return 0, length

@@ -31,7 +31,7 @@ def warm_up(
         request.protected = tokens
         model(_prefill(request, tokens, cache, queries), cache, queries)
     # 2. The chunk after it, whose queries compete with those that are held.
-    if queries.capacity and chunk < most_tokens:
+    if queries.beacons and chunk < most_tokens:
         request = padding_request(chunk, cache.page_size)
         request.buffer_count = evictor.settings.policy.beacons
         model(_prefill(request, chunk, cache, queries), cache, queries)
@@ -46,7 +46,7 @@ def warm_up(
     for count in _sizes(max_num_seqs):
         full = [padding_request(0, cache.page_size, cached=settings.budget + 1) for _ in range(count)]
         for request in full:
-            request.buffer_count = queries.capacity
+            request.buffer_count = settings.policy.observed
         evictor.after_step(full)
     evictor.evictions = 0
 

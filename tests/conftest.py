@@ -37,3 +37,18 @@ def pytest_sessionfinish(session):
 def background():
     """The finished process of a name that a module declares."""
     return lambda name: running[name].result()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """family -> (folder, config values, state dict) of the tiny models that the oracle runs too."""
+    import torch
+    from tiny import FAMILIES, tiny_folder
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = {}
+    for family in FAMILIES:
+        folder = tiny_folder(tmp_path_factory.mktemp(family), family)
+        state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        found[family] = folder, AutoConfig.from_pretrained(folder).to_dict(), state
+    return found

@@ -21,6 +21,8 @@ from torch import Tensor
 
 INFINITY = float("inf")
 POLICIES = "full beacon beacon-mean recent initial random-query rpc snapkv rkv streaming random".split()
+STAGED = "beacons-first"  # two scores share the slots; no row of the engine's table
+NEIGHBOURHOOD = 32  # the last queries that its second score asks
 LAST_QUERIES = {
     "recent": 32,
     "rpc": 32,
@@ -398,9 +400,11 @@ class Oracle:
         seed: int = 0,
         choose_random: RandomChoice | None = None,
         draw_queries: RandomQueries | None = None,
+        first: int = 0,
     ) -> None:
-        """Take a model and the settings of the eviction; refuse what cannot run."""
-        if policy not in POLICIES:
+        """Take a model and the settings of the eviction; refuse what cannot run. `first`: slots that
+        beacons-first gives to the beacons."""
+        if policy not in (*POLICIES, STAGED):
             raise ValueError(f"unknown policy {policy!r}")
         if protect != "prompt" and not (isinstance(protect, int) and protect >= 0):
             raise ValueError("protect is 'prompt' or a number of first tokens")
@@ -412,6 +416,7 @@ class Oracle:
         self.budget = None if policy == "full" else budget
         self.choose_random = choose_random or self._choose_random
         self.draw_queries = draw_queries or self._draw_queries
+        self.first = first
         self.capacity = beacons + recents
         if self.budget is not None:
             self.period = self.budget // 8
@@ -521,7 +526,7 @@ class Oracle:
     @property
     def _has_buffers(self) -> bool:
         """Whether the policy is one of BeaconKV's own."""
-        return self.budget is not None and self.policy in ("beacon", "beacon-mean")
+        return self.budget is not None and self.policy in ("beacon", "beacon-mean", STAGED)
 
     def _observe_piece(self, run: Run, queries: list[Tensor], start: int, before: int) -> None:
         """Queries of a piece of a prompt chunk, whose first token is at `start` and found L = `before`."""
@@ -555,8 +560,8 @@ class Oracle:
             self._reduce(run)
 
     def _remember(self, run: Run, queries: list[Tensor]) -> None:
-        """Policies without a beacon buffer pick from all queries so far."""
-        if self.budget is None or self._has_buffers:
+        """Policies without a beacon buffer pick from all queries so far, and so does a second score."""
+        if self.budget is None or (self._has_buffers and self.policy != STAGED):
             return
         for layer, layer_queries in enumerate(queries):
             for head, rows in enumerate(layer_queries):
@@ -601,7 +606,16 @@ class Oracle:
                 cache = run.caches[layer][kv_head]
                 candidates = [int(cache.positions[slot]) for slot in evictable]
                 own = [] if scores is None else scores[evictable.start - lo : evictable.stop - lo].tolist()
+                gap = _gap(own, event.chosen)
                 chosen = self._choose(t, layer, kv_head, candidates, own, event.chosen)
+                if self.policy == STAGED and self.first < event.chosen:
+                    rest = self._neighbourhood(run, layer, kv_head, n)
+                    chosen = self._choose(t, layer, kv_head, candidates, own, self.first)
+                    others = [i for i in range(len(candidates)) if i not in chosen]
+                    left = [rest[i] for i in others]
+                    more = self._choose(t, layer, kv_head, candidates, left, event.chosen - self.first)
+                    gap = min(_gap(own, self.first), _gap(left, event.chosen - self.first))
+                    chosen = sorted(chosen + [others[i] for i in more])
                 slots = (
                     list(range(run.protected))
                     + [run.protected + i for i in chosen]
@@ -615,7 +629,7 @@ class Oracle:
                 event.kept[layer].append(cache.positions.tolist())
                 event.candidates[layer].append(candidates)
                 event.scores[layer].append(own)
-                event.gap[layer].append(_gap(own, event.chosen))
+                event.gap[layer].append(gap)
                 event.edge[layer].append(edge)
         if self._has_buffers:
             self._reduce(run)
@@ -715,6 +729,18 @@ class Oracle:
         if self.policy == "beacon-mean":
             return mean_pooled(logits_of(mine, 0, n)), 0, INFINITY
         return max_pooled(logits_of(mine, 0, n)), 0, INFINITY
+
+    def _neighbourhood(self, run: Run, layer: int, kv_head: int, n: int) -> list[float]:
+        """What the last queries of the KV head's group attend to among the evictable slots, averaged over
+        heads and over neighbouring slots."""
+        t = run.fed - 1
+        group = self.model.group
+        logits = []
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            past = run.history[layer][head]
+            rows = [(p, p, past[p]) for p in self._last(t, NEIGHBOURHOOD)]
+            logits.append(self._logits(run, layer, kv_head, rows, run.protected, n - self.window))
+        return average_pool(summed(logits)).tolist()
 
     # ------------------------------------------------------------------------------------------ randomness
 

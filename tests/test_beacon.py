@@ -4,16 +4,15 @@ import dataclasses
 
 import pytest
 import torch
+from comparing import GREEDY, compare, engine_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import Oracle, differences, masked_dense_logits
+from oracle import Oracle, masked_dense_logits
 from proofs import prove
 from tiny import FAMILIES, prompt_of, tiny_folder
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanobeacon import LLM, Policy, SamplingParams
 
-GREEDY = dict(temperature=0.0, ignore_eos=True)
 # Score differences between float32 and float64, in each policy's unit (log units where max-pooled).
 TOLERANCE = {"beacon-mean": 1e-6, "rpc": 1e-6, "snapkv": 1e-6, "rkv": 1e-7}
 POLICIES = (
@@ -28,35 +27,6 @@ POLICIES = (
     "streaming",
     "random",
 )
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """family -> (folder, config values, state dict)."""
-    found = {}
-    for family in FAMILIES:
-        folder = tiny_folder(tmp_path_factory.mktemp(family), family)
-        state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-        found[family] = folder, AutoConfig.from_pretrained(folder).to_dict(), state
-    return found
-
-
-def engine_for(folder, **options):
-    return LLM(folder, dtype="float32", device="cpu", trace=True, **options)
-
-
-def compare(oracle_result, output, tolerance=2e-5):
-    """Kept positions and beacons equal up to near-ties, tokens equal as long as the caches are."""
-    hard, compared = differences(oracle_result.events, output.trace, tolerance)
-    assert not hard, hard[:5]
-    parted = compared < len(oracle_result.events)
-    for wanted, got, margin in zip(
-        oracle_result.token_ids, output.token_ids, oracle_result.margins, strict=True
-    ):
-        if wanted != got:
-            assert parted or margin < 1e-3, f"{got} instead of {wanted}, which led by {margin}"
-            break
-    return compared
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -234,8 +234,8 @@ def scores(
     absent one. cos, sin float32 [B, N, D/2] of these positions. keys [L, K, pages, P, D] and positions
     [L, K, pages, P] of every layer; domains int32 [B, 2]: the softmax runs over the slots [start, end), the
     others get -inf. Queries are pooled inside each head, then heads. pool: "max" of s - log-sum-exp (log
-    space), "mean" or "sum" of the weights. group: "max" over the heads of a KV head, "layer" mean over all
-    heads of the layer, "logits" maximum over the group before the softmax."""
+    space), "mean" or "sum" of the weights. group: "max" or "mean" over the heads of a KV head, "layer" mean
+    over all heads of the layer, "logits" maximum over the group before the softmax."""
     _, layers, num_heads, n, _ = buffer.shape
     num_kv_heads = keys.shape[1]
     out = torch.full((len(rows), layers, num_kv_heads, max_cached_length), -torch.inf, device=buffer.device)
@@ -279,6 +279,8 @@ def _pooled_weights(
         s = s / (q_at >= 0).sum(-1).clamp(min=1)[..., None]
     if group == "layer":
         return s.mean((1, 2), keepdim=True)[:, :, 0].expand(-1, num_kv_heads, -1)
+    if group == "mean":
+        return s.mean(2)
     return s.amax(2)
 
 

@@ -231,11 +231,13 @@ def scores(
     out = torch.full(shown, -torch.inf, dtype=torch.float32, device=keys.device)
     log_sum_exp_kernel[(programs, splits)](*inputs, lse, *sizes, **shape)
     pool_kernel[(programs, splits)](
-        *inputs, lse, out, max_cached_length, *sizes, **shape, POOL=pool, ADD=group == "layer"
+        *inputs, lse, out, max_cached_length, *sizes, **shape, POOL=pool, ADD=group in ("layer", "mean")
     )
 
     # 4. Blocks of heads are joined here.
     if group == "layer":
         mean = out.sum((2, 3)) / num_heads
         return mean[:, :, None].expand(-1, -1, num_kv_heads, -1)
+    if group == "mean":
+        return out.sum(3) / members
     return out.amax(3) if blocks > 1 else out.squeeze(3)

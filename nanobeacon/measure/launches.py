@@ -157,7 +157,7 @@ class Counted:
         """All requests evict at once."""
         for request in self.requests:
             request.cached_length = request.protected + self.settings.budget
-            request.buffer_count = self.settings.capacity
+            request.buffer_count = self.settings.policy.observed
         self.evictor.after_step(self.requests)
 
 
