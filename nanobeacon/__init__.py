@@ -16,6 +16,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    """A public name, imported from its home when somebody first asks for it."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -160,6 +160,7 @@ class _Run:
 
 
 def _completion(request: Request) -> dict[str, Any]:
+    """What an output line says of one completion."""
     output = output_of(request)
     found = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
     if output.logprobs is not None:
@@ -184,6 +185,7 @@ def read_lines(source: Path) -> list[Line]:
 
 
 def _line(number: int, raw: bytes) -> Line:
+    """One line of the input, checked; what is wrong with it is its `error`, never an exception."""
     try:
         content = json.loads(raw)
         check(isinstance(content, dict), "line", content, "an object is possible")
@@ -230,11 +232,13 @@ def prepare_output(output: Path) -> set[tuple[str, str | int]]:
 
 
 def _foreign(output: Path, number: int) -> ValueError:
+    """The error for an output file that somebody else has written."""
     wanted = "only the output of an earlier run can be continued; give another file"
     return ValueError(f"{output}, line {number} is none of this program's: {wanted}")
 
 
 def _opened(output: Path) -> Any:
+    """The output, to be appended to. ValueError where that is not possible."""
     try:
         return open(output, "ab")
     except OSError as error:
@@ -242,4 +246,5 @@ def _opened(output: Path) -> Any:
 
 
 def _same_file(source: Path, output: Path) -> bool:
+    """Whether both names mean one file, which would then be overwritten by its answers."""
     return output.exists() and os.path.samefile(source, output)

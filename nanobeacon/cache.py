@@ -34,6 +34,7 @@ class KVCache:
         self.positions.view(-1, self.positions.shape[2] * self.page_size)[:, slots] = positions.int()
 
     def write_page_table(self, request: Request) -> None:
+        """Tell the device which pages a request holds now."""
         self.page_table[request.row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
         request.pages_changed = False
 

@@ -33,6 +33,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
+        """The whole conversation, as a chat template takes it."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return first + self.turns
 
@@ -134,12 +135,14 @@ def line_reader() -> Callable[[], str | None]:
 
 
 def _plain_line(prompt: str = "") -> str | None:
+    """The next line of standard input; None at its end."""
     print(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     return line.rstrip("\r\n") if line else None
 
 
 def _edited_line() -> str | None:
+    """The next line, edited by readline; None for Ctrl-D."""
     try:
         return input(PROMPT)
     except EOFError:

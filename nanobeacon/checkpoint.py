@@ -35,6 +35,8 @@ log = logging.getLogger("nanobeacon")
 
 @dataclass(frozen=True)
 class TensorInfo:
+    """Where a tensor lies, without reading it."""
+
     file: Path
     shape: tuple[int, ...]
     dtype: str  # in safetensors' spelling: BF16, F32, I8
@@ -92,6 +94,10 @@ class Rows:
         self._row_bytes, self._file = info.shape[1] * self.dtype.itemsize, open(info.file, "rb")
 
     def __call__(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding by token ids [T], read from the file: [T, hidden].
+
+        ValueError where the file has become shorter since it was opened.
+        """
         size, file = self._row_bytes, self._file.fileno()
         rows = bytearray().join(os.pread(file, size, self._offset + row * size) for row in ids.tolist())
         if len(rows) != size * len(ids):
@@ -223,6 +229,7 @@ def _fill(view: Tensor, info: TensorInfo, advance: Callable[[int], object], part
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file. ValueError for a file that is cut, or no such file at all."""
     try:
         with safe_open(path, "pt"), open(path, "rb") as file:  # safe_open checks format, offsets and length
             length = int.from_bytes(file.read(8), "little")
@@ -275,5 +282,6 @@ def _indexed(index: Path) -> dict[str, str]:
 
 
 def _shortened(names: Collection[str], most: int = 8) -> str:
+    """Names for a message: the first few, and how many more there are."""
     shown, rest = sorted(names)[:most], len(names) - most
     return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")

@@ -106,6 +106,8 @@ ROPE_KINDS = {
 
 @dataclass(frozen=True)
 class RopeConfig:
+    """How positions become angles. The fields after `theta` belong to scaled kinds."""
+
     kind: str  # one of ROPE_KINDS
     theta: float
     factor: float = 1.0
@@ -379,6 +381,7 @@ class EngineConfig:
     usual_max_tokens: int | None = None  # the checkpoint's, for requests that leave it open
 
     def __post_init__(self) -> None:
+        """ValueError for a value that no engine can have; what needs the model is `check_length`'s."""
         for name in ("seed", "max_num_seqs", "max_model_len", "page_size", "num_pages", "chunk"):
             value = getattr(self, name)
             if value is not None or name not in ("seed", "max_model_len", "num_pages"):

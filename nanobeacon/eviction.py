@@ -246,6 +246,7 @@ class Evictor:
             request.kept_scores = scores
 
     def _event(self, request: Request) -> EvictionEvent:
+        """What one eviction has left of a request, for its trace."""
         pages = torch.tensor(request.pages, device=self.cache.keys.device)
         kept = self.cache.positions[:, :, pages].flatten(2)[..., : request.cached_length]
         left = request.buffer_count if self.settings.reduces else self.settings.policy.observed

@@ -32,6 +32,7 @@ class Progress:
 
     @staticmethod
     def of(plan: Plan) -> "Progress":
+        """What the requests of a plan have reached before their step begins."""
         return Progress(
             [
                 Counts(r, r.num_computed, r.cached_length, r.buffer_count, len(r.output_token_ids))

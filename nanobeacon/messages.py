@@ -23,6 +23,7 @@ def plain_message(message: dict) -> dict:
 
 
 def is_parts(content: object) -> bool:
+    """Whether a message's content is a list of parts, not a text."""
     return isinstance(content, list | tuple)
 
 

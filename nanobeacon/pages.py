@@ -24,6 +24,7 @@ class PagePool:
 
     @property
     def used_count(self) -> int:
+        """Pages that requests hold now."""
         return self.num_pages - 1 - self.available
 
     @property

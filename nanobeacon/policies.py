@@ -27,6 +27,7 @@ def check(right: bool, name: str, value: object, possible: str) -> None:
 
 
 def check_whole(name: str, value: object, least: int | None = 0, or_else: str = "") -> None:
+    """ValueError for a value that is no whole number, or below `least` (None: no bound)."""
     right = isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
     bound = "" if least is None else f" of at least {least}"
     check(right, name, value, f"{or_else}a whole number{bound} is possible")
@@ -47,6 +48,7 @@ class Stage:
     smoothing: str | None = None
 
     def __post_init__(self) -> None:
+        """ValueError for a word or a number that no stage can have."""
         for name in ("domain", "group", "pool", "smoothing"):
             value = getattr(self, name)
             check(value in WORDS[name], f"stage: {name}", value, f"possible are {WORDS[name]}")
@@ -91,6 +93,7 @@ class Policy:
     score: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
+        """ValueError for fields that are impossible, alone or together."""
         for name, words in WORDS.items():
             value = getattr(self, name)
             check(value in words, f"policy {self.name!r}: {name}", value, f"possible are {words}")
@@ -222,6 +225,7 @@ class EvictionSettings:
         return self.policy.observed + self.policy.latest
 
     def protected(self, prompt_length: int) -> int:
+        """How many of a request's first tokens are never evicted."""
         return prompt_length if self.protect == "prompt" else int(self.protect)
 
 

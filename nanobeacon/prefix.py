@@ -176,6 +176,7 @@ class PrefixCache:
                 self._drop_row(node)
 
     def _drop_row(self, node: Node) -> None:
+        """Forget the queries kept at a border; its pages stay."""
         del self.kept_rows[node]
         self.free_rows.append(node.row)
         node.row = 0

@@ -25,6 +25,7 @@ class RepetitionPenalty:
         self._ids: Tensor | None = None  # the same ids, int64 on the logits' device
 
     def __call__(self, token_ids: list[int], logits: Tensor) -> None:
+        """Penalise, in place, every id among `token_ids` (prompt and output) in logits float32 [V]."""
         # 1. Ids that are new since the last call. Ids beyond the row (padded vocabularies) cannot be sampled.
         new = dict.fromkeys(token_ids[self._count :])
         new = [i for i in new if i not in self._known and i < len(logits)]
@@ -43,6 +44,7 @@ def logit_bias(bias: dict[int, float]) -> LogitsProcessor:
     """Adds a number to the logit of each id named."""
 
     def add(token_ids: list[int], logits: Tensor) -> None:
+        """Add each id's bias, in place."""
         inside = {i: value for i, value in bias.items() if i < len(logits)}
         ids = torch.tensor(list(inside), dtype=torch.int64, device=logits.device)
         logits[ids] += torch.tensor(list(inside.values()), dtype=logits.dtype, device=logits.device)
@@ -54,6 +56,7 @@ def forbid(ids: list[int], until: int | None = None) -> LogitsProcessor:
     """These ids are not sampled while fewer than `until` tokens stand before them; None: never."""
 
     def mask(token_ids: list[int], logits: Tensor) -> None:
+        """Make the ids impossible, in place; with `until`, only before the output is so long."""
         if until is None or len(token_ids) < until:
             logits[[i for i in ids if i < len(logits)]] = -torch.inf
 

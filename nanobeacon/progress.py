@@ -23,9 +23,11 @@ class _Bar:
         self.shown = not self.bar.disable
 
     def __enter__(self) -> "_Bar":
+        """Nothing to do: a bar is shown from its first step on."""
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+        """Take the bar away, however the work has ended."""
         self.bar.close()
 
 
@@ -38,6 +40,7 @@ class PromptBar(_Bar):
         self.bar.set_description("reading the prompt")
 
     def after_step(self) -> None:
+        """Show how much of the prompts has been read; the first answer takes the bar away."""
         if not self.shown:
             return
         self.bar.update(_tokens_read(self.requests) - self.bar.n)
@@ -56,6 +59,7 @@ class RequestBar(_Bar):
         super().__init__(wanted, len(requests), " requests")
 
     def after_step(self) -> None:
+        """Show how many requests have ended, and how fast tokens are written."""
         if not self.shown:
             return
         ended = sum(r.finish_reason is not None for r in self.requests)

@@ -65,6 +65,7 @@ class SamplingParams:
     logits_processor: LogitsProcessor | None = None
 
     def __post_init__(self) -> None:
+        """ValueError naming the first field that is wrong, its value and what is possible."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name, kind in (("stop", str), ("stop_token_ids", int), ("bad_token_ids", int)):
@@ -91,6 +92,7 @@ class SamplingParams:
         self._check_logits_fields()
 
     def _check_logits_fields(self) -> None:
+        """The same for the fields that change logits."""
         bias = self.logit_bias
         if bias is not None:
             right = isinstance(bias, Mapping) and all(
@@ -121,10 +123,12 @@ class SamplingParams:
 
 
 def _is_number(value: object) -> bool:
+    """Whether a value is an int or a float; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_token_id(value: object) -> bool:
+    """Whether a value can be a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -172,6 +176,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the text so far, prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property

@@ -84,6 +84,7 @@ class Scheduler:
         return self._pages_for(self.tokens_held(request)) <= self.pool.num_pages - 1
 
     def add(self, request: Request) -> None:
+        """Queue a request behind those that wait."""
         assert self.fits(request), "the engine refuses what can never fit"
         self.waiting.append(request)
 
@@ -121,6 +122,7 @@ class Scheduler:
         return min(length, self.budget - request.evictable)
 
     def _pages_for(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
     def _admit(self) -> None:
@@ -175,6 +177,7 @@ class Scheduler:
         return None
 
     def _full_protected_pages(self, request: Request) -> int:
+        """Pages that hold protected prompt tokens and nothing else: those that may be shared."""
         return min(request.protected, len(request.prompt_token_ids)) // self.page_size
 
     def _tokens_at_first(self, request: Request) -> int:

@@ -38,9 +38,11 @@ class Meter:
         self.start()
 
     def start(self) -> None:
+        """The time runs from now."""
         self.deadline = time.monotonic() + SECONDS
 
     def tick(self) -> None:
+        """Ask for the time."""
         if time.monotonic() > self.deadline:
             raise SecurityError(f"it takes longer than {SECONDS:g} seconds")
 
@@ -89,24 +91,29 @@ class _Metered(NodeTransformer):
     """Puts the meter into a parsed template: at loops, at what is stored and at what `~` joins."""
 
     def _filtered(self, node: nodes.Expr, name: str) -> nodes.Expr:
+        """The expression with one of the meter's functions around it, as if it said `| name`."""
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
+        """`for x in values`: every item asks for the time."""
         self.generic_visit(node)
         node.iter = self._filtered(node.iter, "_watched")
         return node
 
     def visit_Assign(self, node: nodes.Assign) -> nodes.Node:
+        """`set x = value`: what is stored has a bounded size."""
         self.generic_visit(node)
         node.node = self._filtered(node.node, "_measured")
         return node
 
     def visit_With(self, node: nodes.With) -> nodes.Node:
+        """`with x = value`: the same."""
         self.generic_visit(node)
         node.values = [self._filtered(value, "_measured") for value in node.values]
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """`a ~ b`: parts are weighed before they are joined."""
         self.generic_visit(node)
         return self._filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
 
@@ -117,6 +124,7 @@ class Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Read up to the end tag; what stands between is rendered as if the tags were not there."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -149,13 +157,16 @@ class Environment(ImmutableSandboxedEnvironment):
         self.filters["_joined"] = self.meter.joined
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """jinja2's hook behind its parser: here the meter enters the template."""
         return _Metered().visit(super()._parse(source, name, filename))
 
     def _guarded(self, name: str, function: Callable) -> Callable:
+        """A filter that weighs what goes in and what comes out."""
         own = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja's context comes before the value
 
         @wraps(function)  # jinja looks for its marks on it
         def guarded(*arguments: Any, **named: Any) -> Any:
+            """The filter itself, between two looks at the meter."""
             self._weigh(name, [*arguments[own:], *named.values()])
             return self.meter.measured(function(*arguments, **named))
 
@@ -191,6 +202,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return 0
 
     def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+        """jinja2's hook for every call: weighed before and after, and a few methods refused."""
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "a call")
         if isinstance(owner, str) and name in REFUSED_METHODS:
@@ -206,12 +218,14 @@ class Environment(ImmutableSandboxedEnvironment):
             return None
 
         def bounded(*arguments: Any, **named: Any) -> str:
+            """str.format, weighed before it runs."""
             self._weigh("format", [value.__self__, *arguments, *named.values()])
             return formats(*arguments, **named)
 
         return bounded
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """jinja2's hook for + * ** %: refused before a number or a text becomes too large."""
         self.meter.tick()
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
@@ -247,6 +261,7 @@ def rendered(template: Template, variables: dict[str, Any]) -> str:
 
 
 def _raise(message: str) -> None:
+    """`raise_exception(...)`, with which templates refuse messages."""
     raise TemplateError(message)
 
 
@@ -254,6 +269,7 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
+    """JSON as chat templates expect it: characters as they are."""
     if isinstance(indent, int) and indent > 16:
         raise SecurityError(f"tojson with indent={indent} would make too much")
     return json.dumps(

@@ -160,6 +160,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
+        """All of the text so far."""
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
@@ -182,6 +183,7 @@ class TextStream:
         return "" if self.stopped else self._release(self._advance(last=True), last=True)
 
     def _follow(self, context: list[int]) -> None:
+        """Begin anew behind ids whose text is known."""
         self._context = context
         self._context_text = self.tokenizer.decode(context)
         self._pending: list[int] = []  # ids after the context
@@ -258,6 +260,7 @@ def are_messages(value: object) -> bool:
 
 
 def _chat_template(folder: Path, settings: dict) -> str | None:
+    """The template's text, from whichever file has it; of several named ones the default."""
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
@@ -267,6 +270,7 @@ def _chat_template(folder: Path, settings: dict) -> str | None:
 
 
 def _json(path: Path) -> dict:
+    """A JSON file of the folder; empty where there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 

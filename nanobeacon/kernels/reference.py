@@ -151,6 +151,7 @@ def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
     sums, towards = _cosines(held)
 
     def lowest(values: Tensor) -> Tensor:
+        """The first index within TIE of the minimum, [...]."""
         return (values <= values.amin(-1, keepdim=True) + TIE).int().argmax(-1)
 
     mean = sums / counts.clamp(min=1)[:, None]

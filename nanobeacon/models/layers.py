@@ -29,6 +29,7 @@ class Linear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, outputs]."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -44,5 +45,6 @@ class SummedLinear(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [T, this member's inputs] -> [T, outputs], summed over the members; the bias is added once."""
         out = self.group.all_reduce(self.product(x))
         return out if self.bias is None else out.add_(self.bias)

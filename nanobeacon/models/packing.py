@@ -42,6 +42,7 @@ class PackedLinear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """x float32 [T, inputs] -> float32 [T, outputs]."""
         tail = None
         if self.rest is not None:
             x, tail = x.split((x.shape[1] - len(self.rest), len(self.rest)), dim=1)
@@ -66,6 +67,7 @@ def packed(linear: Linear) -> PackedLinear | Linear:
     parts = matrix.split(max(1, BLOCK // inputs))
 
     def wide(*shape: int) -> nn.Parameter:
+        """An empty parameter in float32, where the activations of a packed model live."""
         return weight(*shape, dtype=torch.float32, device=matrix.device)
 
     if not all(part.abs().max() <= torch.finfo(torch.float16).max for part in parts):
