@@ -9,10 +9,12 @@ import json
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from statistics import mode
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,13 +36,39 @@ log = logging.getLogger("nanobeacon")
 
 
 @dataclass(frozen=True)
+class Stamp:
+    """Size and time of a file when its header was read: what tells whether it was written to since.
+
+    A file that is replaced by another (renamed over, or deleted) is not touched: it stays whole for whoever
+    has it open. One that is overwritten in place changes below its readers."""
+
+    path: Path
+    size: int
+    modified: int  # nanoseconds
+
+    @staticmethod
+    def of(path: Path, file: BinaryIO) -> "Stamp":
+        status = os.fstat(file.fileno())
+        return Stamp(path, status.st_size, status.st_mtime_ns)
+
+    def check(self, file: BinaryIO) -> None:
+        """ValueError if the file was written to since; asked after each read, so that none goes unseen."""
+        if Stamp.of(self.path, file) != self:
+            raise ValueError(f"{self.path} was changed while its model is in use; load the model again")
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """Where a tensor lies, without reading it."""
 
-    file: Path
+    stamp: Stamp  # of its file
     shape: tuple[int, ...]
     dtype: str  # in safetensors' spelling: BF16, F32, I8
     offset: int  # of the first byte in the file
+
+    @property
+    def file(self) -> Path:
+        return self.stamp.path
 
 
 class Checkpoint:
@@ -90,18 +118,24 @@ class Rows:
     """rows(ids [T]) -> [T, columns], of the file's dtype. Read, not mapped: pages touched count as memory."""
 
     def __init__(self, info: TensorInfo) -> None:
-        self.dtype, self._offset, self._path = DTYPES[info.dtype], info.offset, info.file
-        self._row_bytes, self._file = info.shape[1] * self.dtype.itemsize, open(info.file, "rb")
+        self.dtype = DTYPES[info.dtype]
+        self._offset = info.offset
+        self._row_bytes = info.shape[1] * self.dtype.itemsize
+        self._stamp = info.stamp
+        self._file = open(info.file, "rb")
+        self._stamp.check(self._file)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Rows of the embedding by token ids [T], read from the file: [T, hidden].
 
-        ValueError where the file has become shorter since it was opened.
+        ValueError where the file was changed or cut since its header was read.
         """
-        size, file = self._row_bytes, self._file.fileno()
+        size = self._row_bytes
+        file = self._file.fileno()
         rows = bytearray().join(os.pread(file, size, self._offset + row * size) for row in ids.tolist())
         if len(rows) != size * len(ids):
-            raise ValueError(f"{self._path} was cut short while its model is in use")
+            raise ValueError(f"{self._stamp.path} was cut short while its model is in use")
+        self._stamp.check(self._file)
         return torch.frombuffer(rows, dtype=self.dtype).view(len(ids), -1)
 
 
@@ -120,9 +154,7 @@ def load_into(
     """
     parts = parts or {}
     wanted = {name: info for name, info in checkpoint.tensors.items() if name in views}
-    found = _misfits(views, checkpoint, parts)
-    if found:
-        raise ValueError(f"the tensors of {checkpoint.folder} do not fit the model; {found}")
+    check_fit(views, checkpoint, parts)
     aside = [name for name in checkpoint.tensors.keys() - views.keys() if not _is_frequency(name)]
     if aside:
         log.warning("%s: no part of the model wants %s: left aside", checkpoint.folder, _shortened(aside))
@@ -130,6 +162,13 @@ def load_into(
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not progress) as bar:
         for name, info in sorted(wanted.items(), key=lambda item: (item[1].file, item[1].offset)):
             _fill(views[name], info, bar.update, parts.get(name))
+
+
+def check_fit(views: Mapping[str, Tensor], checkpoint: Checkpoint, parts: Mapping[str, Part]) -> None:
+    """ValueError with all that keeps the tensors from filling the views, of which only shapes are asked."""
+    found = _misfits(views, checkpoint, parts)
+    if found:
+        raise ValueError(f"the tensors of {checkpoint.folder} do not fit the model; {found}")
 
 
 def _misfits(views: Mapping[str, Tensor], checkpoint: Checkpoint, parts: Mapping[str, Part]) -> str:
@@ -226,21 +265,32 @@ def _fill(view: Tensor, info: TensorInfo, advance: Callable[[int], object], part
                     raise ValueError(f"{info.file} ended early")
             view[start : start + count].copy_(block[:count])
             advance(count * row_bytes)
+        info.stamp.check(file)
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file. ValueError for a file that is cut, or no such file at all."""
     try:
-        with safe_open(path, "pt"), open(path, "rb") as file:  # safe_open checks format, offsets and length
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (SafetensorError, OSError) as error:
+        with open(path, "rb") as file:
+            stamp = Stamp.of(path, file)
+            with safe_open(path, "pt"):  # checks format, offsets and length
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length), object_pairs_hook=_each_name_once)
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+    header.pop("__metadata__", None)
     return {
-        name: TensorInfo(path, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
+        name: TensorInfo(stamp, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
-        if name != "__metadata__"
     }
+
+
+def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a name that comes twice, two readers could take different values."""
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"the header has {_shortened(twice)} twice")
+    return dict(pairs)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -282,6 +332,7 @@ def _indexed(index: Path) -> dict[str, str]:
 
 
 def _shortened(names: Collection[str], most: int = 8) -> str:
-    """Names for a message: the first few, and how many more there are."""
-    shown, rest = sorted(names)[:most], len(names) - most
-    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
+    """Names for a message, plain text whatever they hold: the first few, and how many more there are."""
+    shown = [name if name.isprintable() else ascii(name) for name in sorted(names)[:most]]
+    rest = len(names) - most
+    return ", ".join(f"{name:.200}" for name in shown) + (f" and {rest} more" if rest > 0 else "")

@@ -5,7 +5,8 @@ It knows nothing about tensors (a checkpoint's are names here), devices or the h
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from .policies import EvictionSettings, check, check_whole
 DTYPES = ("bfloat16", "float16", "float32")
 NEEDED = object()  # the default of a field that has none
 LARGEST = 2**53  # numbers beyond it are no longer whole in a float
+LONGEST = 1 << 24  # positions beyond it are no longer whole in float32, which RoPE computes in
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Field:
 
 # ModelConfig's field -> where it stands in config.json
 FIELDS = {
-    "num_layers": Field("num_hidden_layers", most=10_000),
+    "num_layers": Field("num_hidden_layers", most=1000),
     "hidden_size": Field("hidden_size", most=1 << 20),
     "intermediate_size": Field("intermediate_size", most=1 << 22),
     "num_heads": Field("num_attention_heads", most=1 << 14),
@@ -152,6 +154,8 @@ def read_json(path: Path, optional: bool = False) -> dict:
     """The JSON object in a file, {} for an optional one that is missing. ValueError names the file."""
     if optional and not path.exists():
         return {}
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} cannot be read: it is no file")  # a pipe would be waited for without end
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -162,10 +166,25 @@ def read_json(path: Path, optional: bool = False) -> dict:
     return content
 
 
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """What is wrong with a file's content is said with the file's name."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     """`parse_config` of a folder's config.json and, where there is one, generation_config.json."""
-    generation = read_json(Path(folder, "generation_config.json"), optional=True)
-    return parse_config(read_json(Path(folder, "config.json")), generation)
+    path = Path(folder, "config.json")
+    generation_path = Path(folder, "generation_config.json")
+    generation = read_json(generation_path, optional=True)
+    with named_in_errors(generation_path):
+        _eos_token_ids(generation)
+    raw = read_json(path)
+    with named_in_errors(path):
+        return parse_config(raw, generation)
 
 
 def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
@@ -184,7 +203,7 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
     require(divides, "num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} attention heads")
     head_dim = _head_dim(raw, family, sizes["hidden_size"], num_heads)
     # 3. Positions.
-    context = Field("max_position_embeddings").of(raw)
+    context = Field("max_position_embeddings", most=LONGEST).of(raw)
     window = _sliding_window(raw, family, sizes["num_layers"])
     rope, context = _rope(raw, context)
     # 4. Biases: what the file says, where the family has a place for it.
@@ -345,6 +364,7 @@ def _rope(raw: dict, context: int) -> tuple[RopeConfig, int]:
     original_default = NEEDED if kind.needs_original else context
     original = Field("original_max_position_embeddings", default=original_default).of(values)
     stretched = max(context, int(original * rope.factor)) if kind.stretches else context
+    require(stretched <= LONGEST, "RoPE's factor", rope.factor, f"such that at most {LONGEST} tokens fit")
     if name == "dynamic":  # as in transformers, its base grows from max_position_embeddings on
         original = context
     return replace(rope, original_max_position_embeddings=original), stretched

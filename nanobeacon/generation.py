@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from .config import Field, read_json
+from .config import Field, named_in_errors, read_json
 
 log = logging.getLogger("nanobeacon")
 
@@ -49,8 +49,15 @@ IDLE = {
 def generation_defaults(folder: str | Path) -> dict[str, Any]:
     """Values for `SamplingParams.with_defaults`; temperature 0 where the file does not sample.
 
-    One line in the log names what the file says and is not applied. ValueError names a wrong field."""
-    raw = read_json(Path(folder, "generation_config.json"), optional=True)
+    One line in the log names what the file says and is not applied. ValueError names file and field."""
+    path = Path(folder, "generation_config.json")
+    raw = read_json(path, optional=True)
+    with named_in_errors(path):
+        return _defaults(raw)
+
+
+def _defaults(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same, of the file's content."""
     found: dict[str, Any] = {"temperature": 0.0}
     if Field("do_sample", bool, default=False).of(raw):
         found = {name: field.of(raw) for name, field in SAMPLED.items()}

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import EMBEDDING, Checkpoint, load_into
+from .checkpoint import EMBEDDING, Checkpoint, check_fit, load_into
 from .config import EngineConfig, config_for_tensors, read_config
 from .engine import Engine
 from .eviction import EvictionEvent
 from .generation import generation_defaults
 from .hub import resolve
 from .kernels import choose, reference
+from .memory import total_bytes
 from .models.decoder import Decoder
 from .models.packing import pack, packing_pays
 from .parallel import Group
@@ -102,6 +103,11 @@ class LLM:
         held = _held(kind, place, shape.head_dim, page_size)
         if kind == torch.float16 and place.type == "cpu":
             kind = torch.bfloat16
+        # Shapes first: a config may name sizes that the file does not have, or that no machine has.
+        outline = Decoder(shape, kind, torch.device("meta"), page_size, held, group)
+        if checkpoint is not None:
+            check_fit(outline.weights(), checkpoint, outline.parts())
+        _check_room(outline, place)
         decoder = Decoder(shape, kind, place, page_size, held, group)
         if checkpoint is not None:
             load_into(decoder.weights(), checkpoint, progress, decoder.parts())
@@ -379,6 +385,14 @@ def _held(dtype: torch.dtype, place: torch.device, head_dim: int, page_size: int
         return dtype
     log.warning("float16 on a CPU: computing in bfloat16")
     return torch.bfloat16
+
+
+def _check_room(outline: Decoder, place: torch.device) -> None:
+    """ValueError for a model whose weights the device could not hold if it held nothing else."""
+    needed = sum(parameter.numel() * parameter.itemsize for parameter in outline.parameters())
+    most = total_bytes(place)
+    if most is not None and needed > most:
+        raise ValueError(f"the model's weights take {needed:,} bytes, and {place} has {most:,} in all")
 
 
 def _fill_with_noise(model: Decoder, seed: int) -> None:

@@ -4,6 +4,8 @@ GPU.
 Arithmetic on shapes alone, each an upper bound. Knows nothing of requests, and of steps only their sizes.
 """
 
+import os
+
 import torch
 
 from .config import ModelConfig
@@ -13,6 +15,15 @@ from .sampling import ROWS
 SAMPLED = 64  # bytes a logit while a row is sampled, ROWS rows at a time (tests/test_memory.py measures it)
 LIBRARIES = 256 << 20  # workspaces of matrix products, compiled kernels
 GRAPH = 8 << 20  # what the driver keeps of one recorded decode step
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """What a device has in all; for a CPU the machine's memory, None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_bytes(device: torch.device) -> int:

@@ -17,9 +17,9 @@ OPTIONS = {
     "--temperature -1": r"temperature=-1.0: a number of at least 0",
     "--temperature nan": r"temperature=nan",
     "--temperature hot": r"--temperature: invalid float value: 'hot'",
-    "--top-p 0": r"top_p=0.0: a number above 0 and up to 1",
+    "--top-p -0.5": r"top_p=-0.5: a number from 0, the best token alone, to 1",
     "--top-p 1.5": r"top_p=1.5",
-    "--top-k -1": r"top_k=-1: a whole number of at least 0",
+    "--top-k -2": r"top_k=-2: a whole number of at least -1",
     "--min-p 2": r"min_p=2.0: a number from 0 to 1",
     "--max-tokens 0": r"max_tokens=0: a whole number of at least 1",
     "--n 0": r"n=0: a whole number of at least 1",
@@ -107,7 +107,14 @@ def cut(folder):
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def lost_shard(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {NORM: "model-9.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 NORM = "model.norm.weight"
+EXTRA = "model.layers.0.extra.weight"
 # What is done to the checkpoint -> what the one line must say.
 CHECKPOINTS = {
     "no config": (lambda f: (f / "config.json").unlink(), r"config.json"),
@@ -138,14 +145,14 @@ CHECKPOINTS = {
     "only pickles": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"pickle"),
     "weights cut short": (cut, r"model.safetensors"),
     "tensor missing": (tensors(lambda s: s.pop(NORM)), r"model.norm.weight"),
-    "tensor too many": (tensors(lambda s: s.update(extra=torch.zeros(2))), r"extra"),
+    "tensor too many": (tensors(lambda s: s.update({EXTRA: torch.zeros(2)})), r"unexpected: model.*extra"),
     "wrong shape": (tensors(lambda s: s.update({NORM: torch.ones(7)})), r"model.norm.weight.*7"),
     "index leaves the folder": (
         write("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "../model.safetensors"}})),
         r"weight_map",
     ),
     "shard missing": (
-        write("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "model-9.safetensors"}})),
+        lost_shard,
         r"model-9.safetensors",
     ),
     "tokenizer broken": (write("tokenizer.json", "{}"), r"tokenizer"),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import prompt_of, tiny_model
 
+from nanobeacon import LLM, SamplingParams
 from nanobeacon import checkpoint as module
 from nanobeacon.checkpoint import Checkpoint, load_into
 from nanobeacon.hub import resolve
@@ -234,7 +235,6 @@ def test_what_would_change_the_computation_stays_an_error(tmp_path, name):
 
 
 def logits_of(folder, prompt) -> torch.Tensor:
-    from nanobeacon import LLM
 
     kept = []
     llm = LLM(folder, device="cpu", dtype="float32")
@@ -292,8 +292,6 @@ def test_an_untied_model_without_its_embedding_stays_an_error(tmp_path):
 @pytest.mark.parametrize("window", [None, 64])
 def test_mistral_is_what_transformers_computes(tmp_path, window):
     from transformers import MistralConfig, MistralForCausalLM
-
-    from nanobeacon import LLM
 
     sizes = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, head_dim=16)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
@@ -470,6 +468,59 @@ def test_rows_left_in_the_file_are_those_of_the_tensor(tmp_path):
         os.truncate(tmp_path / "model.safetensors", 400)
         with pytest.raises(ValueError, match="cut short"):
             rows(ids)
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    """In place: same file, same size. The clock of a file's times ticks in milliseconds."""
+    before = path.stat().st_mtime_ns
+    while path.stat().st_mtime_ns == before:
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            file.write(content)
+
+
+def test_an_overwritten_file_is_noticed_a_replaced_one_is_harmless(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tensors = {"embedding": random(40, 8)}
+    ids = torch.tensor([3, 39])
+    save_file(tensors, path)
+    checkpoint = Checkpoint(tmp_path)
+    rows = checkpoint.rows("embedding", torch.float32)
+    # 1. Another file under the same name, or none: what is open stays whole.
+    save_file({"embedding": random(40, 8)}, tmp_path / "new")
+    (tmp_path / "new").rename(path)
+    assert torch.equal(rows(ids), tensors["embedding"][ids])
+    path.unlink()
+    assert torch.equal(rows(ids), tensors["embedding"][ids])
+    # 2. Written to in place: an error, before a wrong row is used.
+    save_file(tensors, path)
+    checkpoint = Checkpoint(tmp_path)
+    rows = checkpoint.rows("embedding", torch.float32)
+    overwrite(path, path.stat().st_size - 4, bytes(4))
+    for use in (
+        lambda: rows(ids),
+        lambda: checkpoint.rows("embedding", torch.float32),
+        lambda: load_into({"embedding": torch.zeros(40, 8)}, checkpoint, progress=False),
+    ):
+        with pytest.raises(ValueError, match=r"model\.safetensors was changed while its model is in use"):
+            use()
+
+
+def test_an_overwritten_checkpoint_ends_requests_and_never_changes_a_token(tmp_path):
+    """A tied embedding's rows stay in the file where weights are packed; all else is in memory."""
+    tiny_model("llama").half().save_pretrained(tmp_path)
+    llm = LLM(tmp_path, device="cpu")
+    if llm.engine.model.rows is None:
+        pytest.skip("this machine packs no weights")
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    (before,) = llm.generate([[5, 6, 7]], params)
+    assert len(before.token_ids) == 5
+    path = tmp_path / "model.safetensors"
+    overwrite(path, path.stat().st_size // 2, b"\x01\x02")
+    with pytest.raises(ValueError, match="was changed while its model is in use"):
+        llm.generate([[5, 6, 7]], params)
+    llm.engine.scheduler.check()
+    assert llm.engine.pool.used_count == 0
 
 
 # From a name to a folder
