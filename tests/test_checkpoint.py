@@ -235,7 +235,6 @@ def test_what_would_change_the_computation_stays_an_error(tmp_path, name):
 
 
 def logits_of(folder, prompt) -> torch.Tensor:
-
     kept = []
     llm = LLM(folder, device="cpu", dtype="float32")
     llm.score([prompt], [[5]], on_logits=lambda i, index, logits: kept.append(logits.clone()))
