@@ -1,7 +1,9 @@
-"""The numbers people decide by: each measurement prints a table for people and, as the last line, JSON.
+"""The numbers people decide by: each measurement prints a table for people and, for programs, JSON.
 
-Parses and prints; what is measured lies in `nanobeacon/measure/`, one module a subcommand. Exit status: 0, 1
-for a measurement that failed, 2 for a user's mistake (one line), 130 for Ctrl-C.
+The JSON object is the last line where standard output is no terminal, or with --json; --output FILE
+writes it in any case. Parses and prints; what is measured lies in `nanobeacon/measure/`, one module a
+subcommand. Exit status: 0, 1 for a measurement that failed, 2 for a user's mistake (one line), 130 for
+Ctrl-C.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import time
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +77,31 @@ def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
         if command != "gpu":  # it has lengths of its own
             add_job_arguments(p)
     module.add_arguments(p)
-    p.add_argument("--threads", type=int, help="of the CPU (default: torch's own)")
+    p.add_argument("--threads", type=int, help="of the CPU (default: torch's own; 1 for a tiny model)")
     if hasattr(module, "charts"):
         p.add_argument("--plot", type=Path, metavar="FILE", help="charts, as .svg or .html")
-    p.set_defaults(plot=None)
-    options = p.parse_args(arguments)
-    if options.plot and (options.plot.suffix not in (".svg", ".html") or not options.plot.parent.is_dir()):
-        raise ValueError(f"--plot {options.plot}: a .svg or .html file in an existing folder is possible")
+    add_output_arguments(p)
+    options = parsed(p, arguments)
     most = max(os.cpu_count() or 1, torch.get_num_threads())
     if options.threads is not None and not 1 <= options.threads <= most:
         raise ValueError(f"--threads {options.threads}: 1 to {most} are possible on this machine")
-    options.threads = options.threads or torch.get_num_threads()
+    return options
+
+
+def add_output_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--json", action="store_true", help="the JSON object as last line on a terminal too")
+    p.add_argument("--output", type=Path, metavar="FILE", help="the JSON object into a file")
+    p.set_defaults(plot=None)
+
+
+def parsed(p: argparse.ArgumentParser, arguments: Sequence[str]) -> Namespace:
+    """The options, with files that can be written as far as that can be known before."""
+    options = p.parse_args(arguments)
+    for name, file in (("--plot", options.plot), ("--output", options.output)):
+        if file and (file.is_dir() or not file.parent.is_dir()):
+            raise ValueError(f"{name} {file}: a file in an existing folder is possible")
+    if options.plot and options.plot.suffix not in (".svg", ".html"):
+        raise ValueError(f"--plot {options.plot}: a .svg or .html file is possible")
     return options
 
 
@@ -194,71 +211,135 @@ def record(options: Namespace) -> dict[str, Any]:
 
 
 def heading(result: dict[str, Any]) -> str:
-    machine, versions = result["machine"], result["versions"]
-    cpu = f"{machine['cpu']} ({machine['cpu_capability']}), {result['threads']} threads"
+    from nanobeacon.measure.common import model_name
+
+    machine = result["machine"]
+    versions = result["versions"]
+    threads = f"{result['threads']} thread{'s' * (result['threads'] > 1)}"
+    cpu = f"{machine['cpu']} ({machine['cpu_capability']}), {threads}"
     place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else cpu
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
-    model = f"{Path(result['model']).name} " if result.get("model") else ""
+    model = f"{model_name(result['model'])} " if result.get("model") else ""
     return f"{result['bench']}: {model}on {place}; {packages}; {result['date'][:10]}"
 
 
-def measure(command: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run one subcommand and print its table; returns what the last line holds."""
-    import torch  # slow, so behind what can be wrong before, and where Ctrl-C is caught
+@dataclass(frozen=True)
+class Report:
+    """What a run has found: the JSON object, the tables for people, the charts where some were asked for."""
+
+    result: dict[str, Any]
+    text: str
+    charts: Sequence[Any] = ()
+
+
+def measure(command: str, arguments: Sequence[str]) -> tuple[Namespace, Report]:
+    """Run one subcommand; its options, and what it has found."""
+    from nanobeacon.measure.common import fitted
 
     module = Kernels if command == "kernels" else importlib.import_module(f"nanobeacon.measure.{command}")
     options = parse(command, module, arguments)
-    torch.set_num_threads(options.threads)
     if command in TIMED:
         options.preset = options.preset or (None if options.model else getattr(module, "PRESET", PRESET))
         with settled(options) as job:
+            options.threads = job.threads = set_threads(job)
             found = {n: getattr(job, n) for n in ("load", "device", "dtype")} | module.run(job)
     else:
+        options.threads = set_threads(options)
         found = module.run(options)
     model = getattr(options, "model", None) or getattr(options, "preset", None)
     result = {"bench": command, "command": ["bench.py", command, *arguments], "model": model}
     result |= record(options) | found
-    print(f"{heading(result)}\n\n{module.table(result)}\n", flush=True)
-    if options.plot:
-        from nanobeacon.measure.plots import figure
-
-        drawn = figure(module.charts(result), options.plot.suffix == ".html")
-        options.plot.write_text(drawn, encoding="utf-8")
-        print(f"Charts: {options.plot}", flush=True)
-    return result
+    text = fitted(f"{heading(result)}\n\n{module.table(result)}\n")
+    return options, Report(result, text, module.charts(result) if options.plot else ())
 
 
-def tour(arguments: Sequence[str]) -> dict[str, Any]:
+def set_threads(options: Namespace) -> int:
+    """Let torch have one thread where model and batch are tiny, unless the user says otherwise.
+
+    Returns how many it has now.
+    """
+    import torch
+
+    from nanobeacon.config import read_config
+    from nanobeacon.hub import resolve
+    from nanobeacon.reasoner import folder
+    from nanobeacon.threads import threads_for
+
+    wanted = options.threads
+    if hasattr(options, "model"):  # `kernels` has none
+        shape = read_config(resolve(options.model or str(folder()), config_only=True))
+        batch = getattr(options, "batch", None) or getattr(options, "group", 1)
+        wanted = threads_for(shape, max(batch) if isinstance(batch, list) else batch, wanted)
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    return torch.get_num_threads()
+
+
+def tour(arguments: Sequence[str]) -> tuple[Namespace, Report]:
     """A small throughput and a small accuracy on the embedded reasoner, and what else there is."""
     from nanobeacon.reasoner import folder
 
-    Parser(prog="bench.py tour", description=COMMANDS["tour"]).parse_args(arguments)
+    p = Parser(prog="bench.py tour", description=COMMANDS["tour"])
+    add_output_arguments(p)
+    options = parsed(p, arguments)
     parts = []
     for line in TOUR:
         command, *rest = (word.format(reasoner=os.path.relpath(folder())) for word in line.split())
-        print(f"$ python bench.py {' '.join((command, *rest))}", flush=True)
-        parts.append(measure(command, rest))
-    print("There is more (bench.py SUBCOMMAND --help):")
-    print("\n".join(f"  {name:11}{text}" for name, text in COMMANDS.items() if name != "tour"), flush=True)
-    return {"bench": "tour", "command": ["bench.py"], "parts": parts}
+        say(f"$ python bench.py {' '.join((command, *rest))}")
+        _, part = measure(command, rest)
+        say(part.text)
+        parts.append(part.result)
+    others = [f"  {name:11}{text}" for name, text in COMMANDS.items() if name != "tour"]
+    text = "\n".join(["There is more (bench.py SUBCOMMAND --help):", *others])
+    return options, Report({"bench": "tour", "command": ["bench.py", *arguments], "parts": parts}, text)
+
+
+def publish(options: Namespace, report: Report) -> None:
+    """Write the files that were asked for, then print. A file that cannot be written costs no numbers."""
+    try:
+        if options.output:
+            options.output.write_text(f"{json.dumps(report.result)}\n", encoding="utf-8")
+        if options.plot:
+            from nanobeacon.measure.plots import figure
+
+            drawn = figure(report.charts, html=options.plot.suffix == ".html")
+            options.plot.write_text(drawn, encoding="utf-8")
+    finally:
+        say(report.text)
+        if options.json or not sys.stdout.isatty():
+            say(json.dumps(report.result))
+
+
+def say(text: str) -> None:
+    """Print. That nobody reads any more is no reason to stop: files may be wanted."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        discard_output()
+
+
+def discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         command = command_of(arguments)
-        result = tour(arguments[1:]) if command == "tour" else measure(command, arguments[1:])
-        print(json.dumps(result), flush=True)
-        if error := result.get("first_error"):
+        if command == "tour":
+            options, report = tour(arguments[1:])
+        else:
+            options, report = measure(command, arguments[1:])
+        publish(options, report)
+        if error := report.result.get("first_error"):
             raise RuntimeError(f"some requests failed: {error}")
-        if wrong := result.get("wrong"):
+        if wrong := report.result.get("wrong"):
             raise RuntimeError(wrong)
         return 0
     except (ValueError, RuntimeError, OSError) as error:  # a mistake; a worker or an output that failed
         if isinstance(error, OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
+            discard_output()
+        print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130

@@ -44,6 +44,11 @@ def _name_of(function: Any) -> str:
 
 _json = partial(json.dumps, sort_keys=True, ensure_ascii=False, default=_name_of)
 PROBLEM = "an object with answer (text or number) and prompt (text) or messages (each with a role)"
+CHARTED = {  # a measure -> its chart's title and vertical axis
+    "whole": ("Whole traces right", "share of problems whose whole trace is right"),
+    "look_backs": ("Look-backs right", "share of look-backs that are right"),
+    "pass_at_1": ("Answers right (pass@1)", "share of runs whose answer is right"),
+}
 FINDERS = ("fps", "random", *selections.SELECTIONS)  # of beacons
 
 
@@ -302,10 +307,11 @@ def table(result: dict[str, Any]) -> str:
     return common.columns([name.replace("_", " ") for name in result["rows"][0]], rows)
 
 
-def charts(result: dict[str, Any]) -> list[str]:
+def charts(result: dict[str, Any]) -> list[plots.Chart]:
     """Accuracy over budget, a line for each policy (the paper's Figure 8), a chart for each protection."""
     under = [row for row in result["rows"] if row["budget"]]
-    measures = [name for name in ("whole", "look_backs", "pass_at_1") if name in result["rows"][0]]
+    measures = [name for name in CHARTED if name in result["rows"][0]]
+    note = common.chart_note(result, _sample(result))
     found = []
     for name, protect in product(measures, dict.fromkeys(row["protect"] for row in under)):
         series: dict[str, list] = {}
@@ -313,6 +319,15 @@ def charts(result: dict[str, Any]) -> list[str]:
             y = [row[name][bound] for bound in ("mean", "low", "high")]
             at = [row["budget"]] if row["budget"] else {r["budget"] for r in under}  # the full cache is level
             series.setdefault(row["policy"], []).extend((x, *y) for x in at)
-        title = f"{name.replace('_', ' ')}, always kept: {protect}"
-        found.append(plots.lines(title, "budget", "share right", series, log_x=True))
+        called, y = CHARTED[name]
+        kept = "the prompt" if protect == "prompt" else f"the first {protect} tokens"
+        title = f"{called}; always kept: {kept}"
+        found.append(plots.lines(title, common.BUDGET_AXIS, y, series, log_x=True, note=note))
     return found
+
+
+def _sample(result: dict[str, Any]) -> str:
+    """How much was measured, in words."""
+    if result["problems"] == "reasoner":
+        return f"n = {result['n']} problems of {result['length']} tokens"
+    return f"n = {result['num_problems']} problems, {result['n']} runs of each"

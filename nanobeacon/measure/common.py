@@ -9,12 +9,14 @@ import os
 import signal
 import statistics
 import sys
+import textwrap
 import threading
 import time
 import traceback
 import warnings
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,10 @@ def listed(kind: Callable[[str], Any], possible: Collection[str] = ()) -> Callab
     return values
 
 
-names, numbers = listed(str), listed(int)
+names = listed(str)
+numbers = listed(int)
+WIDTH = 100  # of what is printed, in columns
+BUDGET_AXIS = "budget (output tokens kept of each request)"  # of charts
 
 
 def filled(options: Namespace, defaults: dict[str, Any]) -> Namespace:
@@ -113,13 +118,78 @@ def show(value: dict[str, float], digits: str = ".1f") -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
+def model_name(model: str) -> str:
+    """What headings and charts call a model: the last part of its id or folder that says something."""
+    parts = Path(model).parts
+    if parts[-2:-1] == ("snapshots",):  # the hub's cache: models--org--name/snapshots/revision
+        return parts[-3].rpartition("--")[2]
+    if parts[-1].startswith("checkpoint"):  # of which run
+        return "/".join(parts[-2:])
+    return parts[-1]
+
+
+def chart_note(result: dict[str, Any], sample: str) -> str:
+    """What a chart was drawn from: the model, how much was measured, the day."""
+    model = model_name(result["model"]) if result.get("model") else ""
+    return ", ".join(filter(None, (model, sample, result.get("date", "")[:10])))
+
+
 def columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table: the first column to the left, the others to the right; None is a dash."""
+    """A table: the first column to the left, the others to the right; None is a dash.
+
+    What is wider than WIDTH becomes several tables below each other. Each of them begins with the columns
+    that tell the rows apart. A cell that is too wide for any table is broken into lines, to the left.
+    """
     lines = [["-" if cell is None else str(cell) for cell in line] for line in (head, *rows)]
+    keys = _telling_apart(lines)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    room = WIDTH - sum(width + 2 for width in widths[:keys])
+    broken = [i for i, width in enumerate(widths) if i >= keys and width > room]
+    for i in broken:
+        widths[i] = room
     lines.insert(1, ["-" * width for width in widths])
-    form = "  ".join(f"{{:{'>' if i else '<'}{width}}}" for i, width in enumerate(widths))
-    return "\n".join(form.format(*line) for line in lines)
+
+    def drawn(part: Sequence[int]) -> str:
+        found = []
+        for line in lines:
+            cells = [textwrap.wrap(line[i], room) if i in broken else [line[i]] for i in part]
+            for pieces in zip_longest(*cells, fillvalue=""):
+                aligned = [
+                    piece.ljust(widths[i]) if i == 0 or i in broken else piece.rjust(widths[i])
+                    for i, piece in zip(part, pieces, strict=True)
+                ]
+                found.append("  ".join(aligned).rstrip())
+        return "\n".join(found)
+
+    return "\n\n".join(drawn(part) for part in _parts(widths, keys))
+
+
+def _telling_apart(lines: Sequence[Sequence[str]]) -> int:
+    """How many of the first columns it takes to tell all lines apart; 1 where no number does."""
+    for count in range(1, len(lines[0])):
+        if len({tuple(line[:count]) for line in lines}) == len(lines):
+            return count
+    return 1
+
+
+def _parts(widths: Sequence[int], keys: int) -> list[list[int]]:
+    """The columns of each table, as numbers: the first `keys`, and as many others as fit."""
+    parts = [list(range(keys))]
+    for i in range(keys, len(widths)):
+        width = sum(widths[j] + 2 for j in parts[-1]) + widths[i]
+        if width > WIDTH and len(parts[-1]) > keys:
+            parts.append(list(range(keys)))
+        parts[-1].append(i)
+    return parts
+
+
+def fitted(text: str) -> str:
+    """The text with its longer lines, which are sentences, broken at WIDTH; a word stays whole."""
+    breaks = {"break_long_words": False, "break_on_hyphens": False}
+    lines = (
+        textwrap.wrap(line, WIDTH, **breaks) if len(line) > WIDTH else [line] for line in text.split("\n")
+    )
+    return "\n".join(part for parts in lines for part in parts)
 
 
 class Worker:

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import plots
-from .common import columns, names, numbers
+from .common import chart_note, columns, names, numbers
 from .systems import System, changed, start, systems_of
 
 
@@ -108,11 +108,18 @@ def table(result: dict[str, Any]) -> str:
     return columns([*head, "speed-up over all", "KV MB", "full KV MB"], lines) + "\n" + note
 
 
-def charts(result: dict[str, Any]) -> list[str]:
+def charts(result: dict[str, Any]) -> list[plots.Chart]:
+    """A step's time over the length, a chart for each batch."""
     found: dict[int, dict[str, list[tuple]]] = {}
     for row in result["rows"]:
         counts = [b - a for a, b in zip([0, *row["lengths"]], row["lengths"], strict=False)]
         for name, seconds in (("full", row["full_seconds"]), (row["label"], row["seconds"])):
             points = zip(row["lengths"], seconds, counts, strict=True)
             found.setdefault(row["batch"], {})[name] = [(at, 1000 * s / n) for at, s, n in points if n]
-    return [plots.lines(f"Batch {b}: decoding", "tokens decoded", "ms per step", s) for b, s in found.items()]
+    x = "tokens decoded of each request"
+    y = "milliseconds a step"
+    note = chart_note(result, f"n = {result['n']} repeats")
+    return [
+        plots.lines(f"Decoding, batch {batch}", x, y, series, from_zero=True, note=note)
+        for batch, series in found.items()
+    ]

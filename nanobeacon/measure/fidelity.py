@@ -4,6 +4,7 @@ The full cache writes the text; it and every policy then read it token by token,
 on their distributions are compared. Knows distributions; nothing of how a policy chooses.
 """
 
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from nanobeacon import LLM, SamplingParams
 from nanobeacon.policies import settle
 
 from . import plots
-from .common import bootstrap, columns, names, numbers, read_lines, show
+from .common import BUDGET_AXIS, bootstrap, chart_note, columns, names, numbers, read_lines, show
 
 POLICIES = "beacon,recent,rpc,snapkv,rkv,initial,random,streaming"
 PROMPT = "an object with prompt, a text or a list of token ids,"
 # Field of a row -> what it is called; kl in nats, all of them means over positions
 MEASURES = {"kl": "KL(full || policy)", "agreement": "top-1 agreement", "lost": "log-probability lost"}
+UNITS = {"kl": "nats a token", "agreement": "share of tokens", "lost": "nats a token"}
 Text = tuple[list[int], list[int]]  # token ids of a prompt, and of what the model went on with
 Seen = list[tuple[Tensor, Tensor]]  # of each position: log-probabilities, half precision; likeliest token
 
@@ -79,29 +81,39 @@ def _is_prompt(line: dict[str, Any]) -> bool:
     return isinstance(prompt, str) or (isinstance(prompt, list) and all(type(i) is int for i in prompt))
 
 
-def _open(options: Namespace, **eviction: Any) -> LLM:
+def _open(options: Namespace, **named: Any) -> LLM:
     torch.cuda.empty_cache()  # what the LLM before has left would count as taken
     place = {"device": options.device, "dtype": options.dtype, "gpu_memory": 0.5}
-    return LLM(options.model, max_num_seqs=options.group, **place, **eviction)
+    return LLM(options.model, max_num_seqs=options.group, **place, **named)
 
 
 def _write(options: Namespace, prompts: list[str | list[int]]) -> tuple[list[Text], float]:
     """The texts, and the share of their tokens that come after the model would have ended."""
-    llm, drawn = _open(options), {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
-    drawn |= {"min_p": 0.0, "max_tokens": options.tokens, "ignore_eos": True}
+    llm = _open(options, progress=sys.stderr.isatty())  # the one part without a bar of its own
+    drawn = {
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": options.tokens,
+        "ignore_eos": True,
+    }
     if llm.tokenizer is not None and llm.tokenizer.chat_template is not None:
         prompts = [
             llm.chat_prompt([{"role": "user", "content": p}]) if isinstance(p, str) else p for p in prompts
         ]
-    outputs = llm.generate(
-        prompts, [SamplingParams(seed=options.seed + i, **drawn) for i in range(len(prompts))]
-    )
-    for error in filter(None, (output.error for output in outputs)):
-        raise ValueError(error)
+    params = [SamplingParams(seed=options.seed + i, **drawn) for i in range(len(prompts))]
+    outputs = llm.generate(prompts, params)
+    for output in outputs:
+        if output.error:
+            raise ValueError(output.error)
     eos = llm.engine.eos_token_ids
-    ends = (next((i for i, t in enumerate(o.token_ids) if t in eos), options.tokens - 1) for o in outputs)
-    after = sum(options.tokens - 1 - end for end in ends) / (options.tokens * len(outputs))
-    return [(output.prompt_token_ids, output.token_ids) for output in outputs], after
+    after = 0
+    for output in outputs:
+        end = next((i for i, token in enumerate(output.token_ids) if token in eos), options.tokens - 1)
+        after += options.tokens - 1 - end
+    texts = [(output.prompt_token_ids, output.token_ids) for output in outputs]
+    return texts, after / (options.tokens * len(outputs))
 
 
 def _read_in_full(options: Namespace, texts: list[Text]) -> tuple[list[Tensor], list[Seen]]:
@@ -144,11 +156,16 @@ def table(result: dict[str, Any]) -> str:
     return columns(head, lines) + "\n" + note
 
 
-def charts(result: dict[str, Any]) -> list[str]:
+def charts(result: dict[str, Any]) -> list[plots.Chart]:
+    """A chart for each measure: over the budget, a line for each policy."""
     found = []
+    note = chart_note(result, f"n = {result['n']} prompts of {result['tokens']:,} output tokens")
     for name, called in MEASURES.items():
         series: dict[str, list[tuple]] = {}
         for row in result["rows"]:
             series.setdefault(row["policy"], []).append((row["budget"], *row[name].values()))
-        found.append(plots.lines(called, "budget", called, series, log_x=True, log_y=name == "kl"))
+        title = f"{called}, beside the full cache"
+        y = f"{called}, {UNITS[name]}"
+        chart = plots.lines(title, BUDGET_AXIS, y, series, log_x=True, log_y=name == "kl", note=note)
+        found.append(chart)
     return found

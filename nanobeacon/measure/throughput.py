@@ -16,7 +16,7 @@ from nanobeacon.config import read_config
 from nanobeacon.policies import settle
 
 from . import GENERATED, TABLE_4, plots
-from .common import columns, filled, names, numbers, refuse, show, spread
+from .common import chart_note, columns, filled, names, numbers, refuse, show, spread
 from .systems import PAGE, System, changed, pages_of, start, systems_of, with_prefix_cache
 
 DEFAULTS = dict(batch=[8], policies=["full", "beacon"], budgets=[256], vs=[], output_length=512, scale=1)
@@ -158,7 +158,15 @@ def table(result: dict[str, Any]) -> str:
     """A line a row; for Table 4 the paper's tokens/s too, and how many times the first row both are."""
     rows, lines = result["rows"], []
     first, others = rows[0], sorted({name for row in rows for name in row["ratios"]})
-    head = ["system", "batch", "prefill tok/s", "decode tok/s", "ms/step first 1/8", "last 1/8", "KV MB"]
+    head = [
+        "system",
+        "batch",
+        "prefill tok/s",
+        "decode tok/s",
+        "ms/step first 1/8",
+        "ms/step last 1/8",
+        "KV MB",
+    ]
     head += ["peak MB", "evictions", "their share", *(f"x {name}" for name in others)]
     head += ["x full", "paper tok/s", "x full"] if "paper" in first else []
     for row in rows:
@@ -177,9 +185,12 @@ def table(result: dict[str, Any]) -> str:
     return columns(head, lines)
 
 
-def charts(result: dict[str, Any]) -> list[str]:
+def charts(result: dict[str, Any]) -> list[plots.Chart]:
+    """Tokens per second, a bar for each row."""
     groups: dict[str, dict[str, tuple]] = {}
     for row in result["rows"]:
         rate = row["decode_tokens_per_second"]
         groups.setdefault(f"batch {row['batch']}", {})[row["label"]] = tuple(rate.values())
-    return [plots.bars("Decoding: median, least and most of the repeats", "tokens per second", groups)]
+    note = chart_note(result, f"n = {result['n']} repeats")
+    title = "Decoding: median, least and most of the repeats"
+    return [plots.rows(title, "tokens per second", groups, from_zero=True, note=note)]
