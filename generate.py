@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     p = Parser(
         prog="generate.py",
-        description="Generate text with a Qwen3, Qwen2 or Llama checkpoint, its KV cache within a budget.",
+        description="Generate text with a Qwen, Llama or Mistral checkpoint, its KV cache within a budget.",
     )
     add = p.add_argument
     add("--version", action="version", version=f"nanobeacon {__version__}")
