@@ -28,8 +28,9 @@ PROGRAM = """
 import json, sys, torch
 torch.set_num_threads(1)
 from nanobeacon.measure.kernels import aot
-print(json.dumps(aot((sys.argv[1],))))
+print(json.dumps(aot((sys.argv[1],), tuple(sys.argv[2].split(",")))))
 """
+ALL = "sm_80,sm_90,gfx942"
 # The loads, stores and barriers of the two kernels that work in place, in the order of their machine code.
 IN_PLACE = """
 import json, re, subprocess, tempfile
@@ -58,8 +59,9 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} |
 BACKGROUND = {
     name: ([sys.executable, "-c", program, *arguments], ENVIRONMENT)
     for name, program, *arguments in (
-        ("aot qwen3-4b", PROGRAM, "qwen3-4b"),
-        ("aot smollm2-135m", PROGRAM, "smollm2-135m"),
+        ("aot qwen3-4b", PROGRAM, "qwen3-4b", ALL),
+        ("aot smollm2-135m", PROGRAM, "smollm2-135m", ALL),
+        ("aot head-dim-256", PROGRAM, "head-dim-256", "gfx942"),
         ("in place", IN_PLACE),
     )
 }
@@ -91,6 +93,24 @@ def test_shared_memory_fits_every_chip(rows):
     """99 KB is what a program may have on sm_86 and sm_89 (sm_80 163, sm_90 227); a gfx942 has 64."""
     for row in rows:
         assert row["shared_bytes"] <= (64 if row["target"] == "gfx942" else 99) * 1024, row
+
+
+def test_the_largest_head_dim_in_float32_fits_the_smallest_shared_memory(background):
+    """A gfx942 has 64 KB. Five stages of the smallest tile would take 98 there."""
+    rows = answer(background("aot head-dim-256"))
+    assert {row["kernel"] for row in rows} == set(KERNELS)
+    assert [row for row in rows if row["shared_bytes"] > 64 * 1024 or row["spills"]] == []
+
+
+def test_decode_programs_fit_one_wave():
+    """Any number of splits is possible, not only powers of two."""
+    from nanobeacon.kernels.attention import number_of_splits
+
+    splits = {n: number_of_splits(n, 8, 2112, processors=132) for n in (1, 3, 14, 41, 42, 82, 83, 320)}
+    assert splits == {1: 17, 3: 17, 14: 5, 41: 2, 42: 1, 82: 1, 83: 1, 320: 1}
+    assert number_of_splits(1, 8, 40960, processors=132) == 64
+    assert number_of_splits(14, 8, 40960, processors=108) == 4  # an A100
+    assert number_of_splits(1, 1, 1, processors=132) == 1
 
 
 def test_products_run_on_tensor_cores(rows):

@@ -216,6 +216,21 @@ def case_decode_attention_over_many_tiles_and_splits():
         close(ours, run_attention(reference, q, cache, [length, 3], [1, 1]))
 
 
+def case_splits_follow_the_cached_length_and_not_the_longest_possible():
+    """A recording knows only the longest cache: a short one is read in no more splits than it is worth."""
+    from nanobeacon.kernels import attention
+
+    lengths = [600, 129, 1]
+    cache = make_cache(lengths, 16, 64, torch.float32)
+    q = torch.randn(3, 2, 64)
+    ours = run_attention(kernels(), q, cache, lengths, [1] * 3, 40960)
+    close(ours, run_attention(reference, q, cache, lengths, [1] * 3))
+    assert attention.number_of_splits(3, 2, 40960, attention.PROCESSORS) == 64
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "REACH", 1)  # as in a pool that offsets of 32 bits do not reach
+        assert torch.equal(run_attention(kernels(), q, cache, lengths, [1] * 3, 40960), ours)
+
+
 def case_decode_attention_of_scratch_rows():
     """Padded rows of a graph: one slot on the scratch page, or none at all; neither harms its neighbours."""
     keys, values, positions, table = make_cache([20], 16, 64, torch.float32)

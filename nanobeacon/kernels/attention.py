@@ -3,32 +3,57 @@
 Knows nothing of requests or budgets: it sees rows of pages, cached lengths, and the borders of the queries.
 The query heads of a group are rows of one tile, so that keys and values are read once for the group. Decode
 splits a request's slots over programs (flash-decoding), whose results a second kernel joins. How many splits
-there are follows from host numbers, so that a CUDA graph may keep it; what each reads, from the true length.
+there are follows from host numbers, so that a CUDA graph may keep it; what each reads, and how many of them
+read anything, from the true length.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 768  # a decode launch has about so many at least: some waves on the largest GPUs
+PROCESSORS = 132  # of a GPU, where there is none to ask
+PROGRAMS_EACH = 5  # decode programs that a processor runs at once: more of them would wait for a second wave
+MOST_SPLITS = 64
 SHORTEST_SPLIT = 128  # slots; below that a split costs more than it saves
 TILE_BYTES = 8192  # of keys, and as many of values, in one step of a program
 STAGES = 5  # a page is looked up two steps before its keys are used, these are fetched one step before
+FEW_STAGES = 3  # where even the smallest tile has more bytes: shared memory has no room for five
+REACH = 2**31  # values that offsets of 32 bits reach
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def split_bounds(end, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """The slots [first, last) of one split: whole tiles, the same number for all, in the last ones none."""
-    share = tl.cdiv(tl.cdiv(end, SPLITS), TILE) * TILE
+def split_bounds(end, split, splits, TILE: tl.constexpr, SHORTEST: tl.constexpr):
+    """The slots [first, last) of one split: whole tiles, the same number for all, in the last ones none.
+    However many splits there are, those of a short cache are no shorter than SHORTEST."""
+    share = tl.maximum(tl.cdiv(end, splits), SHORTEST)
+    share = tl.cdiv(share, TILE) * TILE
     return split * share, tl.minimum(split * share + share, end)
 
 
 @triton.jit
+def flat_slots(table, tile, end, P: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
+    """Where the slots of the tile that begins at slot `tile` lie, [TILE]; `tile` is a multiple of TILE. Each
+    page is looked up once, and offsets have 32 bits unless WIDE."""
+    if P >= TILE:  # the tile lies in one page
+        page = tl.load(table + tile // P)
+        if WIDE:
+            page = page.to(tl.int64)
+        return page * P + tile % P + tl.arange(0, TILE)
+    in_tile = tl.arange(0, TILE // P)
+    page = tl.load(table + tile // P + in_tile, mask=tile + in_tile * P < end, other=0)
+    if WIDE:
+        page = page.to(tl.int64)
+    return tl.reshape(page[:, None] * P + tl.arange(0, P)[None, :], [TILE])
+
+
+@triton.jit
 def attend(
-    queries, sees, keys, values, table, begin, end, scale,
-    D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
+    queries, sees, keys, values, table, begin, end, scale, D: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attention over the slots [begin, end), in each row those below `sees`: largest logit, sum of the
     weights, the weighted sums, not yet divided. `scale` makes the logits count in powers of two."""
@@ -40,20 +65,25 @@ def attend(
     for tile in range(begin, end, TILE):
         slot = tile + tl.arange(0, TILE)
         inside = slot < end
-        at = tl.load(table + slot // P, mask=inside, other=0).to(tl.int64) * P + slot % P
-        # Slots past the end may hold anything, NaN too, so they are not loaded: 0 * NaN would be NaN.
+        at = flat_slots(table, tile, end, P, TILE, WIDE)
+
+        # 1. The logits. Slots past the end may hold anything, NaN too, and are not loaded: 0 * NaN is NaN.
         mask = inside[None, :] & in_head[:, None]
         key = tl.load(keys + at[None, :] * D + dim[:, None], mask=mask, other=0.0)
         logits = tl.dot(queries, key, input_precision="ieee") * scale
         logits = tl.where(slot[None, :] < sees[:, None], logits, float("-inf"))
+
+        # 2. Their weights; those of the tiles before shrink to the new largest logit.
         new_top = tl.maximum(top, tl.max(logits, 1))  # finite: every row sees a slot of the first tile
         weights = tl.exp2(logits - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
+        top = new_top
+
+        # 3. The weighted sums.
         mask = inside[:, None] & in_head[None, :]
         value = tl.load(values + at[:, None] * D + dim[None, :], mask=mask, other=0.0)
         sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
-        top = new_top
     return top, total, sums
 
 
@@ -61,64 +91,104 @@ def attend(
 def attention_kernel(
     q, keys, values, page_table, cached_lengths, cu_seqlens, out, partial, partial_lse,
     table_stride, num_slots, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SHORTEST: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of queries, or split; KV head; request). A row is a (query, head of the group)."""
-    kv_head, request = tl.program_id(1), tl.program_id(2)
+    """Program (block of queries, or split where SPLIT; KV head; request). A row is a (query, head of the
+    group)."""
+    kv_head = tl.program_id(1)
+    request = tl.program_id(2)
     token = tl.load(cu_seqlens + request)
     count = tl.load(cu_seqlens + request + 1) - token
     length = tl.load(cached_lengths + request)
+
+    # 1. The slots that this program reads: those that its last query sees, or a split of them.
     QUERIES: tl.constexpr = ROWS // G
-    first_query = tl.program_id(0) * QUERIES if SPLITS == 1 else 0
+    first_query = 0 if SPLIT else tl.program_id(0) * QUERIES
     if first_query >= count:
         return
-    begin, end = 0, length - count + tl.minimum(first_query + QUERIES, count)  # the last query sees the most
-    if SPLITS > 1:
-        begin, end = split_bounds(end, tl.program_id(0), SPLITS, TILE)
+    begin = 0
+    end = length - count + tl.minimum(first_query + QUERIES, count)
+    if SPLIT:
+        begin, end = split_bounds(end, tl.program_id(0), tl.num_programs(0), TILE, SHORTEST)
         if begin >= end:
             return
 
-    row, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
-    query, head = first_query + row // G, kv_head * G + row % G
+    # 2. Its queries.
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    query = first_query + row // G
+    head = kv_head * G + row % G
     valid = (row < QUERIES * G) & (query < count)
     mask = valid[:, None] & (dim < D)[None, :]
     at_row = (token + query).to(tl.int64) * H + head
     queries = tl.load(q + at_row[:, None] * D + dim[None, :], mask=mask, other=0.0)
     sees = tl.minimum(length - count + query + 1, end)
-    base = kv_head.to(tl.int64) * num_slots * D
+
+    # 3. Their attention.
+    first_value = kv_head.to(tl.int64) * num_slots * D
+    keys += first_value
+    values += first_value
     table = page_table + request * table_stride
-    keys, values = keys + base, values + base
-    top, total, sums = attend(queries, sees, keys, values, table, begin, end, scale, D, P, ROWS, DIMS, TILE)
+    top, total, sums = attend(
+        queries, sees, keys, values, table, begin, end, scale, D, P, ROWS, DIMS, TILE, WIDE
+    )
     result = sums / tl.where(total > 0, total, 1.0)[:, None]
-    if SPLITS == 1:
-        tl.store(out + at_row[:, None] * D + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
-    else:
-        at_row = at_row * SPLITS + tl.program_id(0)
+
+    # 4. It is the answer, or a part that is joined with others.
+    if SPLIT:
+        at_row = at_row * tl.num_programs(0) + tl.program_id(0)
         tl.store(partial + at_row[:, None] * D + dim[None, :], result, mask=mask)
         tl.store(partial_lse + at_row, top + tl.log2(total), mask=valid)
+    else:
+        tl.store(out + at_row[:, None] * D + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def join_kernel(
-    partial, partial_lse, cached_lengths, cu_seqlens, out,
-    H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    partial, partial_lse, cached_lengths, cu_seqlens, out, splits,
+    H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    SHORTEST: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, request): joins the splits that had slots, by their softmax share; no other wrote."""
-    head, request = tl.program_id(0), tl.program_id(1)
+    """Program (head, request): joins the splits that had slots, by their softmax share; no other wrote.
+    PARTS is `splits` rounded up to a power of two."""
+    head = tl.program_id(0)
+    request = tl.program_id(1)
     token = tl.load(cu_seqlens + request)
     if tl.load(cu_seqlens + request + 1) == token:
         return
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
-    first, last = split_bounds(tl.load(cached_lengths + request), split, SPLITS, TILE)
-    wrote = first < last
+
+    # 1. The splits that wrote, and the weight of each.
+    split = tl.arange(0, PARTS)
+    first, last = split_bounds(tl.load(cached_lengths + request), split, splits, TILE, SHORTEST)
+    wrote = (first < last) & (split < splits)
     at_row = token.to(tl.int64) * H + head
-    lse = tl.load(partial_lse + at_row * SPLITS + split, mask=wrote, other=float("-inf"))
+    lse = tl.load(partial_lse + at_row * splits + split, mask=wrote, other=float("-inf"))
     weights = tl.where(wrote, tl.exp2(lse - tl.max(lse, 0)), 0.0)
-    at = (at_row * SPLITS + split)[:, None] * D + dim[None, :]
+
+    # 2. Their sum.
+    dim = tl.arange(0, DIMS)
+    at = (at_row * splits + split)[:, None] * D + dim[None, :]
     parts = tl.load(partial + at, mask=wrote[:, None] & (dim < D)[None, :], other=0.0)
     total = tl.sum(weights, 0)
     result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + at_row * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Of a GPU; what the largest have where there is none."""
+    if device.type != "cuda":
+        return PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def number_of_splits(requests: int, num_kv_heads: int, max_cached_length: int, processors: int) -> int:
+    """Over how many programs the slots of a decoding request and KV head are split: as many as run at once,
+    at least one, and none that is shorter than SHORTEST_SPLIT in the longest cache."""
+    at_once = PROGRAMS_EACH * processors // (requests * num_kv_heads)
+    useful = triton.cdiv(max_cached_length, SHORTEST_SPLIT)
+    return max(1, min(at_once, useful, MOST_SPLITS))
 
 
 def paged_attention(
@@ -128,29 +198,43 @@ def paged_attention(
     """As `reference.paged_attention`; `runs` is not needed here. A request that sees nothing gets zeros."""
     _, num_heads, head_dim = q.shape
     num_kv_heads, pages, page_size, _ = keys.shape
-    requests, group = len(cached_lengths), num_heads // num_kv_heads
-    decode, splits = max_query_length == 1, 1
-    if decode:  # a power of two, so that few variants are compiled
-        programs = triton.cdiv(PROGRAMS, requests * num_kv_heads)
-        useful = triton.cdiv(max_cached_length, SHORTEST_SPLIT)
-        splits = min(triton.next_power_of_2(min(programs, useful)), 64)
+    num_slots = pages * page_size
+    requests = len(cached_lengths)
+    group = num_heads // num_kv_heads
+    decode = max_query_length == 1
+
+    # 1. Tiles of queries and keys. Where a vector has 1,024 bytes only the smallest fit.
     dims = max(16, triton.next_power_of_2(head_dim))
-    wide = dims > 128 or q.element_size() > 2  # then 64 rows would not fit the registers
-    rows = max(16 if decode else 32 if wide else 64, triton.next_power_of_2(group))
-    tile = max(16, min(128, TILE_BYTES // (dims * q.element_size())))
-    blocks = splits if decode else triton.cdiv(max_query_length, rows // group)
-    out, partial, lse = torch.empty_like(q), None, None
+    vector = dims * q.element_size()  # bytes
+    tile = max(16, min(128, TILE_BYTES // vector))
+    stages = STAGES if tile * vector <= TILE_BYTES else FEW_STAGES
+    if decode or stages == FEW_STAGES:
+        rows = 16
+    else:
+        rows = 32 if dims > 128 or q.element_size() > 2 else 64  # else they would not fit the registers
+    rows = max(rows, triton.next_power_of_2(group))
+
+    # 2. Programs: blocks of queries, or splits of a decoding request's slots.
+    out = torch.empty_like(q)
+    partial = lse = None
+    splits = 1
+    if decode:
+        splits = number_of_splits(requests, num_kv_heads, max_cached_length, processors(q.device))
     if splits > 1:
         partial = torch.empty(*q.shape[:2], splits, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:3], dtype=torch.float32, device=q.device)
+    blocks = splits if decode else triton.cdiv(max_query_length, rows // group)
     attention_kernel[(blocks, num_kv_heads, requests)](
         q, keys, values, page_table, cached_lengths, cu_seqlens, out, partial, lse, page_table.stride(0),
-        pages * page_size, scale * LOG2_E, H=num_heads, G=group, D=head_dim, DIMS=dims, P=page_size,
-        ROWS=rows, TILE=tile, SPLITS=splits, num_warps=4, num_stages=STAGES,
+        num_slots, scale * LOG2_E, H=num_heads, G=group, D=head_dim, P=page_size, ROWS=rows, DIMS=dims,
+        TILE=tile, SPLIT=splits > 1, SHORTEST=SHORTEST_SPLIT, WIDE=num_slots * head_dim >= REACH,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
+
+    # 3. What the splits found is joined.
     if splits > 1:
         join_kernel[(num_heads, requests)](
-            partial, lse, cached_lengths, cu_seqlens, out, H=num_heads, D=head_dim, DIMS=dims, TILE=tile,
-            SPLITS=splits, num_warps=2,
+            partial, lse, cached_lengths, cu_seqlens, out, splits, H=num_heads, D=head_dim, DIMS=dims,
+            TILE=tile, PARTS=triton.next_power_of_2(splits), SHORTEST=SHORTEST_SPLIT, num_warps=2,
         )  # fmt: skip
     return out

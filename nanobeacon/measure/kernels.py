@@ -50,6 +50,8 @@ class Shape:
 SHAPES = {
     "qwen3-4b": Shape(36, 2560, 9728, 32, 8, 128, 151936),
     "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49152),
+    # No model: the largest head dim, in float32, where a tile takes most memory
+    "head-dim-256": Shape(2, 1024, 2048, 8, 2, 256, 1000, dtype=torch.float32),
 }
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 GPUS = {
