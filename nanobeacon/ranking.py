@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import KVCache, QueryBuffer
-from .kernels import reference
 from .observation import EMPTY
 from .parallel import Heads
 from .policies import EvictionSettings, Stage
@@ -190,7 +189,7 @@ class Ranker:
         scored = scored.view(shape[0], shape[1], shape[2], due.longest)
         # 3. R-KV's part: keys that resemble others are worth less.
         if policy.attention_share is not None:
-            redundant = reference.redundancy(self.cache.keys, due.page_table, due.domains[0], due.longest)
+            redundant = self.kernels.redundancy(self.cache.keys, due.page_table, due.domains[0], due.longest)
             scored = policy.attention_share * scored - (1 - policy.attention_share) * redundant
         return scored.gather(3, due.candidates[:, None, None].expand(shape))
 

@@ -207,6 +207,18 @@ def test_scores(heads, kv_heads, dim, group, pool, no_host_reads):
     close(ours, reference.scores(*queries, keys, *rest), 1e-2)
 
 
+@shapes
+def test_redundancy(heads, kv_heads, dim, no_host_reads):
+    """Keys of a few directions, so that most have similar neighbours, and some far back."""
+    keys, _, _, table = make_cache(3, 2048, 2, kv_heads, dim)
+    keys += 2 * random(40, dim)[torch.randint(40, keys.shape[:-1], device="cuda")]
+    rest = (table, integers([[0, 2040], [100, 333], [7, 7]]), 2048)
+    kernels(dim).redundancy(keys, *rest)
+    with no_host_reads():
+        ours = kernels(dim).redundancy(keys, *rest)
+    close(1000 * ours, 1000 * reference.redundancy(keys, *rest))
+
+
 def random_keep(lengths, starts, kept, shape, gaps):
     """Sorted random slots of each head; `gaps`: the last ones dropped at random, all others kept."""
     rows = []

@@ -22,6 +22,9 @@ KERNELS = {
     "reduce chunk: reduce_chunks",
     "scores: log_sum_exp",
     "scores: pool",
+    "redundancy: directions",
+    "redundancy: neighbours",
+    "redundancy: mean_cosines",
     "compact: compact",
 }
 PROGRAM = """

@@ -59,10 +59,10 @@ def test_an_eviction_neither_waits_nor_grows_with_the_layers(rows):
     assert row["a_layer"] == 0 and row["launches"] <= 30
 
 
-@pytest.mark.parametrize("policy", ["beacon", "beacon-mean", "recent", "initial", "rpc", "snapkv"])
+@pytest.mark.parametrize("policy", ["beacon", "beacon-mean", "recent", "initial", "rpc", "snapkv", "rkv"])
 def test_the_integers_of_an_eviction_are_one_copy(policy):
     found = counted(SHAPES["qwen3-4b"], "qwen3", 14, 2048, Counted.evict, policy)
-    assert found.copies == 1 and found.total <= 30
+    assert found.copies == 1 and found.total <= (40 if policy == "rkv" else 30)
 
 
 def test_numbers_sent_together_arrive_apart_and_aligned():

@@ -28,7 +28,7 @@ def choose(device: torch.device | str, head_dim: int, page_size: int) -> ModuleT
 
 def triton_kernels() -> SimpleNamespace:
     """The Triton side, whatever the device: what `choose` returns, and what is compiled ahead of time."""
-    from nanobeacon.kernels import attention, compaction, fps, fused, scoring, store
+    from nanobeacon.kernels import attention, compaction, fps, fused, redundancy, scoring, store
 
     return SimpleNamespace(
         add_rms_norm=fused.add_rms_norm,
@@ -38,6 +38,6 @@ def triton_kernels() -> SimpleNamespace:
         reduce=fps.reduce,
         reduce_chunks=fps.reduce_chunks,
         scores=scoring.scores,
-        redundancy=reference.redundancy,
+        redundancy=redundancy.redundancy,
         compact=compaction.compact,
     )

@@ -121,6 +121,7 @@ def calls(kernels, shape: Shape, requests: int, cached: int, layers: int, device
         "reduce": lambda: kernels.reduce(buffer, buffer_positions, rows, full, BEACONS),
         "reduce chunk": reduce_chunk,
         "scores": lambda: kernels.scores(*observed, domains, dim**-0.5, cached),
+        "redundancy": lambda: kernels.redundancy(keys, table, domains, cached),
         "compact": lambda: kernels.compact(keys, values, positions, table, keep, zeros),
     }
 
@@ -144,6 +145,7 @@ def costs(shape: Shape, requests: int, cached: int, layers: int) -> dict[str, tu
         "reduce": (buffered * (vector + 4) * (CAPACITY + BEACONS) // CAPACITY, dot * buffered * CAPACITY),
         "reduce chunk": (prompt * vector, dot * prompt * (BEACONS + 1)),
         "scores": (held * (slot + 12 * kv_heads) + 2 * buffered * vector, 2 * dot * buffered * cached),
+        "redundancy": (held * (slot // 2 + 20 * kv_heads), dot * held * cached * kv_heads),
         "compact": (kept * 2 * (slot + 4 * kv_heads), 0),
     }
 

@@ -1,0 +1,162 @@
+"""R-KV's redundancy of the cached keys in Triton; the twin of `reference.redundancy`.
+
+Knows keys and domains only. No S x S matrix is held: the sum of a key's cosines to all others is its cosine
+to the sum of all, so what has to be searched is only the newest similar neighbour of each key, whose cosine
+does not count. That search goes from the newest key back and ends where all keys of a tile have found one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SIMILAR = 0.5  # cosine above which a neighbour is one
+REACH = 2**31  # values that offsets of 32 bits reach
+TILE_BYTES = 16384  # of keys
+
+
+@triton.jit
+def domain_of(page_table, domains, table_stride, heads):
+    """Of the program's group (request, layer, KV head), axis 0: the request's page table and its slots."""
+    request = tl.program_id(0) // heads
+    first = tl.load(domains + request * 2)
+    end = tl.load(domains + request * 2 + 1)
+    return page_table + request.to(tl.int64) * table_stride, first, end
+
+
+@triton.jit
+def load_keys(
+    keys, table, slot, end, D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """[slots, DIMS] of one layer and KV head; zero from `end` on."""
+    inside = slot < end
+    dim = tl.arange(0, DIMS)[None, :]
+    page = tl.load(table + slot // P, mask=inside, other=0)
+    if WIDE:
+        page = page.to(tl.int64)
+    at = page * P + slot % P
+    return tl.load(keys + at[:, None] * D + dim, mask=inside[:, None] & (dim < D), other=0.0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "width"])
+def directions_kernel(
+    keys, page_table, domains, scales, towards, table_stride, num_slots, heads, width,
+    D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program (group): 1 / length of every key, to scales [groups, width], and the sum of the keys at length
+    1, to towards [groups, D]."""
+    group = tl.program_id(0).to(tl.int64)
+    table, first, end = domain_of(page_table, domains, table_stride, heads)
+    keys += group % heads * num_slots * D
+    total = tl.zeros([DIMS], tl.float32)
+    for tile in range(first, end, TILE):
+        slot = tile + tl.arange(0, TILE)
+        key = load_keys(keys, table, slot, end, D, DIMS, P, WIDE).to(tl.float32)
+        scale = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(key * key, 1)), 1e-12)
+        tl.store(scales + group * width + slot, scale, mask=slot < end)
+        total += tl.sum(key * scale[:, None], 0)
+    dim = tl.arange(0, DIMS)
+    tl.store(towards + group * D + dim, total, mask=dim < D)
+
+
+@triton.jit(do_not_specialize=["table_stride", "width"])
+def neighbours_kernel(
+    keys, page_table, domains, scales, newest, cosines, table_stride, num_slots, heads, width,
+    D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    SIMILAR: tl.constexpr,
+):  # fmt: skip
+    """Program (group, tile of keys): the slot of each key's newest similar neighbour, -1 where it has none,
+    and their cosine, to newest and cosines [groups, width]."""
+    group = tl.program_id(0).to(tl.int64)
+    table, first, end = domain_of(page_table, domains, table_stride, heads)
+    own = first + tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if first + tl.program_id(1) * TILE >= end:
+        return
+    keys += group % heads * num_slots * D
+    scales += group * width
+
+    # 1. The tile's own keys.
+    key = load_keys(keys, table, own, end, D, DIMS, P, WIDE)
+    scale = tl.load(scales + own, mask=own < end, other=0.0)
+    found = tl.full([TILE], -1, tl.int32)
+    cosine_found = tl.zeros([TILE], tl.float32)
+
+    # 2. From the newest tile back, until each of them has a neighbour or there is none left.
+    tile = first + (end - first - 1) // TILE * TILE
+    searching = 1
+    while searching > 0:
+        other = tile + tl.arange(0, TILE)
+        other_key = load_keys(keys, table, other, end, D, DIMS, P, WIDE)
+        other_scale = tl.load(scales + other, mask=other < end, other=0.0)
+        cosine = tl.dot(key, tl.trans(other_key), input_precision="ieee")
+        cosine *= scale[:, None] * other_scale[None, :]
+        similar = (cosine > SIMILAR) & (own[:, None] != other[None, :])
+        # 3. The newest in this tile counts for those that found none in a newer one.
+        candidate = tl.max(tl.where(similar, other[None, :], -1), 1)
+        is_it = other[None, :] == candidate[:, None]
+        its_cosine = tl.sum(tl.where(is_it, cosine, 0.0), 1)
+        takes = (found < 0) & (candidate >= 0)
+        found = tl.where(takes, candidate, found)
+        cosine_found = tl.where(takes, its_cosine, cosine_found)
+        tile -= TILE
+        left = tl.sum(((found < 0) & (own < end)).to(tl.int32), 0)
+        searching = tl.where(tile >= first, left, 0)
+    tl.store(newest + group * width + own, found, mask=own < end)
+    tl.store(cosines + group * width + own, cosine_found, mask=own < end)
+
+
+@triton.jit(do_not_specialize=["table_stride", "width"])
+def mean_cosines_kernel(
+    keys, page_table, domains, scales, towards, newest, cosines, out, table_stride, num_slots, heads, width,
+    D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program (group, tile of keys): what all others say of each key in the mean, to out [groups, width]."""
+    group = tl.program_id(0).to(tl.int64)
+    table, first, end = domain_of(page_table, domains, table_stride, heads)
+    own = first + tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if first + tl.program_id(1) * TILE >= end:
+        return
+    keys += group % heads * num_slots * D
+    row = group * width
+
+    # 1. The cosines to all, less the one to itself.
+    dim = tl.arange(0, DIMS)
+    key = load_keys(keys, table, own, end, D, DIMS, P, WIDE).to(tl.float32)
+    key *= tl.load(scales + row + own, mask=own < end, other=0.0)[:, None]
+    all_keys = tl.load(towards + group * D + dim, mask=dim < D, other=0.0)
+    total = tl.sum(key * all_keys[None, :], 1) - tl.sum(key * key, 1)
+
+    # 2. Less those of the keys whose newest similar neighbour this one is.
+    for tile in range(first, end, TILE):
+        other = tile + tl.arange(0, TILE)
+        neighbour = tl.load(newest + row + other, mask=other < end, other=-1)
+        cosine = tl.load(cosines + row + other, mask=other < end, other=0.0)
+        points_here = neighbour[:, None] == own[None, :]
+        total -= tl.sum(tl.where(points_here, cosine[:, None], 0.0), 0)
+    tl.store(out + row + own, total / (end - first), mask=own < end)
+
+
+def redundancy(keys: Tensor, page_table: Tensor, domains: Tensor, max_cached_length: int) -> Tensor:
+    """As `reference.redundancy`."""
+    layers, num_kv_heads, pages, page_size, dim = keys.shape
+    num_slots = pages * page_size
+    heads = layers * num_kv_heads
+    groups = len(domains) * heads
+    shape = (len(domains), layers, num_kv_heads, max_cached_length)
+    dims = triton.next_power_of_2(dim)
+    tile = max(16, min(64, TILE_BYTES // (dims * keys.element_size())))
+    grid = (groups, triton.cdiv(max_cached_length, tile))
+    sizes = (page_table.stride(0), num_slots, heads, max_cached_length)
+    how = dict(D=dim, DIMS=dims, P=page_size, TILE=tile, WIDE=num_slots * dim >= REACH, num_warps=4)
+
+    scales = torch.empty(shape, dtype=torch.float32, device=keys.device)
+    cosines = torch.empty_like(scales)
+    newest = torch.empty(shape, dtype=torch.int32, device=keys.device)
+    towards = torch.empty(groups, dim, dtype=torch.float32, device=keys.device)
+    mean = torch.full(shape, -torch.inf, dtype=torch.float32, device=keys.device)
+    inputs = (keys, page_table, domains, scales)
+    directions_kernel[(groups,)](*inputs, towards, *sizes, **how)
+    neighbours_kernel[grid](*inputs, newest, cosines, *sizes, **how, SIMILAR=SIMILAR)
+    mean_cosines_kernel[grid](*inputs, towards, newest, cosines, mean, *sizes, **how)
+    # Where a domain is empty there is nothing to divide among.
+    return mean.softmax(-1).nan_to_num_(0.0)
