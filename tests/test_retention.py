@@ -1,6 +1,7 @@
 """The retention page against the trace: its encoding in Python, and what a real browser makes of it."""
 
 import json
+from html import escape
 
 import pytest
 import torch
@@ -69,8 +70,12 @@ def test_what_a_model_wrote_cannot_become_markup(run):
     assert json.loads(page[start : page.index("</script>", start)])[0]["tokens"] == NASTY
 
 
-def test_a_long_run_of_a_large_model_stays_small():
-    """32K tokens, 36 layers, 8 KV heads, budget 2048: the hardest to compress, an eviction at random."""
+@pytest.fixture(scope="module")
+def long_run():
+    """(trace, record) of 32K tokens, 36 layers, 8 KV heads, budget 2048.
+
+    It is made up, and the hardest to compress: what an eviction keeps is drawn at random.
+    """
     layers, heads, tokens, budget = 36, 8, 32768, 2048
     generator = torch.Generator().manual_seed(0)
     kept = torch.arange(budget).expand(layers, heads, -1)
@@ -79,15 +84,80 @@ def test_a_long_run_of_a_large_model_stays_small():
         if trace:
             new = torch.arange(trace[-1].position + 1, position + 1).expand(layers, heads, -1)
             kept = torch.cat((trace[-1].kept, new), dim=-1)
-        chosen = (
-            torch.rand(kept.shape, generator=generator).topk(budget - budget // 8).indices.sort(-1).values
-        )
+        dropped = torch.rand(kept.shape, generator=generator).topk(budget // 8).indices
+        stays = torch.ones_like(kept, dtype=torch.bool).scatter_(-1, dropped, False)
         beacons = torch.randint(position + 1, (layers, 4 * heads, 16), generator=generator, dtype=torch.int32)
-        trace.append(EvictionEvent(position, kept.gather(-1, chosen).int(), beacons))
-    assert len(trace) == 121
+        kept = kept[stays].view(layers, heads, -1)
+        trace.append(EvictionEvent(position, kept.int(), beacons))
+    about = {"title": "made up", "settings": {}, "prompt": 200, "window": 32, "tokenBytes": 147456}
+    shape = {"layers": layers, "kvHeads": heads, "heads": 4 * heads}
+    text = {"tokens": [" token\n" if i % 40 == 39 else " token" for i in range(tokens)], "stored": tokens}
     encoded = retention.encode_trace(trace, tokens, layers * heads, beacons=16)
-    texts = json.dumps([" token"] * tokens)
-    assert sum(len(value) for value in encoded.values() if isinstance(value, str)) + len(texts) < 15e6
+    return trace, about | shape | text | encoded
+
+
+def test_a_long_run_of_a_large_model_stays_small(long_run):
+    trace, record = long_run
+    assert len(trace) == 121 and len(retention.page([record])) < 15e6
+
+
+@needs_browser
+def test_a_long_run_of_a_large_model_stays_usable(long_run, tmp_path):
+    """All of it is there, the slider and the filters work, and what they show is the trace's."""
+    trace, record = long_run
+    script = """
+    const at = (stop, layer, head) => {
+      for (const [id, value] of Object.entries({ layer, head, stop })) byId(id).value = value;
+      byId("stop").dispatchEvent(new Event("input"));
+      return [...runs[0].held];
+    };
+    found.spans = document.querySelectorAll(".token").length;
+    found.end = [...runs[0].held];
+    found.middle = at(60, -1, -1);
+    found.onePair = at(60, 7, 3);
+    runs[0].spans[5].focus();
+    found.cells = byId("map").querySelectorAll("rect").length;
+    document.querySelector(".text").remove(); // or the whole text comes back with what was found
+    """
+    found = work(retention.page([record]), script, tmp_path)
+    assert found["errors"] == [] and found["spans"] == 32768 and found["cells"] == 36 * 8
+    for stop, shown in ((60, "middle"), (len(trace), "end")):
+        kept = trace[stop - 1].kept.flatten().long()
+        counts = torch.zeros(32768, dtype=torch.int64).scatter_add_(0, kept, torch.ones_like(kept))
+        if shown == "end":
+            counts[trace[-1].position + 1 : record["stored"]] = 36 * 8
+        assert found[shown] == counts.tolist()
+    held = [token for token, count in enumerate(found["onePair"]) if count]
+    assert held == trace[59].kept[7, 3].tolist()
+
+
+@needs_browser
+@pytest.mark.parametrize("runs", [1, 2])
+def test_nothing_runs_over_the_edge_of_a_small_screen(run, runs, tmp_path):
+    """At 360 px, in a frame: a headless window is not that narrow."""
+    llm, output = run
+    data = retention.record(llm, output, {"model": "a name without any space " + "x" * 80})
+    inner = escape(retention.page([data] * runs))
+    page = '<!doctype html><html data-ready="yes"><head></head><body>'
+    page += f'<iframe style="border: 0; width: 360px; height: 800px" srcdoc="{inner}"></iframe>'
+    script = """
+    const frame = document.querySelector("iframe");
+    while (frame.contentDocument?.documentElement?.dataset.ready !== "yes") { // it may not be there yet
+      await new Promise((resolve) => setTimeout(resolve, 20));
+    }
+    const small = frame.contentDocument;
+    for (const details of small.querySelectorAll("details")) details.open = true;
+    small.querySelector(".token").focus();
+    found.width = small.documentElement.clientWidth;
+    found.overflow = small.documentElement.scrollWidth - small.documentElement.clientWidth;
+    found.beyond = [...small.body.querySelectorAll("*")]
+      .filter((element) => element.getBoundingClientRect().right > 361 && !element.closest("svg"))
+      .map((element) => element.className || element.id || element.tagName);
+    """
+    found = work(page, script, tmp_path)
+    assert found["errors"] == []
+    width = found.pop("width")
+    assert 340 <= width <= 360 and found == {"overflow": 0, "beyond": [], "errors": []}
 
 
 # What a user does: the slider, a filter, the keyboard; what the page then says of each token.
