@@ -32,6 +32,7 @@ COMMANDS = {
     "accuracy": "how often a model is right under each policy and budget",
     "kernels": "the kernels' times and floors",
     "gpu": "all that only a GPU can show, within 12 minutes; one table, one JSON",
+    "host": "the host's own time in a decode step, with a stand-in for the model",
     "revisit": "which tokens of a text go back, in which layers and heads; one report with figures",
     "soak": "random traffic for as long as one likes: nothing lost, memory flat, answers as alone",
     "tour": "two minutes on the embedded reasoner, offline (what runs without a subcommand)",

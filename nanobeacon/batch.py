@@ -1,17 +1,22 @@
 """`Batch`: the tensors of one forward pass, built from the scheduler's plan.
 
-Knows where tokens go: positions by logical lengths, slots and cached lengths by physical ones, only here."""
+Knows where tokens go: positions by logical lengths, slots and cached lengths by physical ones, only here. All
+numbers of a step are gathered in columns on the host and reach the device in one copy."""
 
+from array import array
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .cache import KVCache, QueryBuffer
-from .observation import Observation
+from .observation import Columns, Observation
 from .pages import one_run
 from .request import Request, SamplingParams
 from .scheduler import Plan
+
+WORD = 8  # bytes of an int64; every column begins at a multiple of it
+INT32 = ("cached_lengths", "cu_seqlens", "new_pages", "chunk_table")  # columns of this type; others are int64
 
 
 @dataclass(frozen=True)
@@ -24,72 +29,167 @@ class Batch:
     slots: Tensor  # int64 [T], flat: page * P + offset
     cached_lengths: Tensor  # int32 [R], this step's tokens included
     cu_seqlens: Tensor  # int32 [R + 1]
-    page_table: Tensor  # int32 [R, pages of the longest]
+    rows: Tensor  # int64 [R]: whose lines of the cache's page table they are …
+    page_table: Tensor  # … int32 [R, pages of the longest]
     max_query_length: int
     max_cached_length: int
     runs: list[int | None] | None  # first slot of each request whose pages are one run; CPU only
     observation: Observation
 
     @staticmethod
-    def build(plan: Plan, cache: KVCache, queries: QueryBuffer) -> "Batch":
-        """The tensors of a plan, on the cache's device; page tables that have changed are written first."""
+    def build(plan: Plan, cache: KVCache, queries: QueryBuffer, onto: Tensor | None = None) -> "Batch":
+        """The tensors of a plan, on the cache's device; the page table learns of new pages.
+
+        onto: where on the device the numbers go, int64, at least `words` of them; None: to a place of their
+        own."""
+        requests = plan.requests
         device = cache.keys.device
-        page_size = cache.page_size
-        token_ids: list[int] = []
-        positions: list[int] = []
-        rope_lengths: list[int] = []
-        slots: list[int] = []
-        cached_lengths: list[int] = []
-        cu_seqlens = [0]
-        for request, length in zip(plan.requests, plan.lengths, strict=True):
-            if request.pages_changed:
-                cache.write_page_table(request)
-            # 1. Logical: which tokens, at which positions.
-            start = request.num_computed
-            new_positions = range(start, start + length)
-            prompt = len(request.prompt_token_ids)
-            token_ids += request.tokens(start, start + length)
-            positions += new_positions
-            rope_lengths += [max(prompt, position + 1) for position in new_positions]
-            # 2. Physical: into which slots, behind what is cached.
-            held = request.cached_length
-            pages = request.pages
-            slots += [pages[s // page_size] * page_size + s % page_size for s in range(held, held + length)]
-            cached_lengths.append(held + length)
-            cu_seqlens.append(len(token_ids))
-
-        def whole(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
+        grown = [request for request in requests if request.pages_sent != len(request.pages)]
+        # 1. Columns on the host. Their lengths follow from the plan's, those of new pages come last.
+        columns = _one_token_each(plan, cache.page_size) if plan.one_each else _tokens(plan, cache.page_size)
+        cached_lengths = [r.cached_length + n for r, n in zip(requests, plan.lengths, strict=True)]
+        columns["cached_lengths"] = cached_lengths
+        columns["rows"] = [request.row for request in requests]
+        chunks, observed = queries.plan(plan)
+        columns |= observed
+        columns |= _new_pages(grown, cache.page_table.shape[1])
+        # 2. One copy.
+        sent = send(columns, device, onto)
+        # 3. New pages into the page table, and from there the lines of these requests.
+        _into_page_table(grown, sent, cache)
         longest = max(cached_lengths)
-        rows = torch.tensor([r.row for r in plan.requests], device=device)
+        lines = cache.page_table[:, : -(-longest // cache.page_size)]
         return Batch(
-            token_ids=whole(token_ids),
-            positions=whole(positions),
-            rope_lengths=whole(rope_lengths),
-            slots=whole(slots),
-            cached_lengths=whole(cached_lengths, torch.int32),
-            cu_seqlens=whole(cu_seqlens, torch.int32),
-            page_table=cache.page_table[rows, : -(-longest // page_size)],
+            token_ids=sent["token_ids"],
+            positions=sent["positions"],
+            rope_lengths=sent["rope_lengths"],
+            slots=sent["slots"],
+            cached_lengths=sent["cached_lengths"],
+            cu_seqlens=sent["cu_seqlens"],
+            rows=sent["rows"],
+            page_table=lines.index_select(0, sent["rows"]),
             max_query_length=max(plan.lengths),
             max_cached_length=longest,
-            runs=_runs(plan, page_size) if device.type == "cpu" else None,
-            observation=queries.plan(plan),
+            runs=_runs(requests, cache.page_size) if device.type == "cpu" else None,
+            observation=Observation.of(chunks, sent),
         )
 
 
-def _runs(plan: Plan, page_size: int) -> list[int | None]:
+def _one_token_each(plan: Plan, page_size: int) -> Columns:
+    """The columns of tokens in the common decode step, one column at a time: that is a third of the time."""
+    requests = plan.requests
+    # 1. Logical: the last token, at the next position, which lies behind the prompt.
+    positions = [request.num_computed for request in requests]
+    token_ids = [request.token(position) for request, position in zip(requests, positions, strict=True)]
+    # 2. Physical: into the slot behind what is cached.
+    slots = []
+    for request in requests:
+        page, offset = divmod(request.cached_length, page_size)
+        slots.append(request.pages[page] * page_size + offset)
+    return {
+        "token_ids": token_ids,
+        "positions": positions,
+        "rope_lengths": [position + 1 for position in positions],
+        "slots": slots,
+        "cu_seqlens": list(range(len(requests) + 1)),
+    }
+
+
+def _tokens(plan: Plan, page_size: int) -> Columns:
+    """The columns of tokens where requests compute several."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    rope_lengths: list[int] = []
+    slots: list[int] = []
+    cu_seqlens = [0]
+    for request, length in zip(plan.requests, plan.lengths, strict=True):
+        # 1. Logical: which tokens, at which positions.
+        start = request.num_computed
+        new_positions = range(start, start + length)
+        prompt = len(request.prompt_token_ids)
+        token_ids += request.tokens(start, start + length)
+        positions += new_positions
+        rope_lengths += [max(prompt, position + 1) for position in new_positions]
+        # 2. Physical: into which slots, behind what is cached.
+        held = request.cached_length
+        pages = request.pages
+        slots += [pages[s // page_size] * page_size + s % page_size for s in range(held, held + length)]
+        cu_seqlens.append(len(token_ids))
+    return {
+        "token_ids": token_ids,
+        "positions": positions,
+        "rope_lengths": rope_lengths,
+        "slots": slots,
+        "cu_seqlens": cu_seqlens,
+    }
+
+
+def _new_pages(requests: list[Request], table_width: int) -> Columns:
+    """Pages that the device's page table does not know yet, and their places in it, flat."""
+    places: list[int] = []
+    pages: list[int] = []
+    for request in requests:
+        first = request.row * table_width
+        places += range(first + request.pages_sent, first + len(request.pages))
+        pages += request.pages[request.pages_sent :]
+    return {"page_places": places, "new_pages": pages}
+
+
+def _into_page_table(requests: list[Request], sent: dict[str, Tensor], cache: KVCache) -> None:
+    if not requests:
+        return
+    cache.page_table.view(-1)[sent["page_places"]] = sent["new_pages"]
+    for request in requests:
+        request.pages_sent = len(request.pages)
+        request.one_run = one_run(request.pages)
+
+
+def write_pages(requests: list[Request], cache: KVCache) -> None:
+    """Let the page table learn of the pages of requests that are in no batch."""
+    sent = send(_new_pages(requests, cache.page_table.shape[1]), cache.keys.device)
+    _into_page_table(requests, sent, cache)
+
+
+def send(columns: Columns, device: torch.device, onto: Tensor | None = None) -> dict[str, Tensor]:
+    """The columns on a device, in one copy: int32 those named in INT32, the others int64.
+
+    They are views of one tensor, and of `onto` where that is given."""
+    # 1. One behind the other on the host, each rounded up to whole words.
+    data = bytearray()
+    words = []
+    for name, values in columns.items():
+        before = len(data)
+        data += array("i" if name in INT32 else "q", values).tobytes()
+        data += bytes(-len(data) % WORD)
+        words.append((len(data) - before) // WORD)
+    host = torch.frombuffer(data, dtype=torch.int64)
+    if device.type == "cuda":
+        host = host.pin_memory()  # else the copy would wait; torch keeps it until the copy is done
+    # 2. The copy, and the columns in it.
+    if onto is None:
+        there = host.to(device, non_blocking=True)
+    else:
+        there = onto[: len(host)].copy_(host, non_blocking=True)
+    sent = dict(zip(columns, there.split(words), strict=True))
+    for name in INT32:
+        if name in sent:
+            sent[name] = sent[name].view(torch.int32)[: len(columns[name])]
+    return sent
+
+
+def _runs(requests: list[Request], page_size: int) -> list[int | None]:
     """For a CPU, which reads pages that lie behind each other as a view, without a gather: the first slot of
     each such request, None for the others."""
-    return [r.pages[0] * page_size if one_run(r.pages) else None for r in plan.requests]
+    return [r.pages[0] * page_size if r.one_run else None for r in requests]
 
 
 def padding_request(tokens: int, page_size: int, cached: int = 0) -> Request:
-    """Nobody's request: it reads so many tokens behind so many cached ones, all on the scratch page and in
-    the scratch row, where nobody looks. It fills up a batch, and warms kernels up."""
-    total = cached + tokens
-    request = Request(0, [0] * total, SamplingParams(), max_tokens=1, protected=1)
-    request.pages = [0] * -(-total // page_size)
+    """Nobody's request: it reads so many tokens behind a prompt of so many cached ones, all on the scratch
+    page and in the scratch row, where nobody looks. It fills up a batch, and warms kernels up."""
+    request = Request(0, [0] * cached, SamplingParams(), max_tokens=1, protected=1)
+    request.output_token_ids = [0] * tokens
+    request.pages = [0] * -(-(cached + tokens) // page_size)
+    request.pages_sent = len(request.pages)
     request.num_computed = cached
     request.cached_length = cached
     return request

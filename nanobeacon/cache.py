@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import ModelConfig
-from .observation import Observation, mechanism_for
+from .observation import Chunk, Columns, Observation, mechanism_for
 from .policies import EvictionSettings
 from .request import Request
 from .scheduler import Plan
@@ -32,11 +32,6 @@ class KVCache:
     def store_positions(self, positions: Tensor, slots: Tensor) -> None:
         """Write the tokens' positions [T] into their slots [T] in every layer and KV head."""
         self.positions.view(-1, self.positions.shape[2] * self.page_size)[:, slots] = positions.int()
-
-    def write_page_table(self, request: Request) -> None:
-        """Tell the device which pages a request holds now."""
-        self.page_table[request.row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
-        request.pages_changed = False
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages, all layers and heads."""
@@ -68,11 +63,11 @@ class QueryBuffer:
         """Bytes of one request's queries."""
         return self.buffer[:1].numel() * self.buffer.element_size()
 
-    def plan(self, plan: Plan) -> Observation:
-        """Where the queries of a batch go, from counts alone."""
+    def plan(self, plan: Plan) -> tuple[tuple[Chunk, ...], Columns]:
+        """Where the queries of a batch go, from counts alone: for `Observation.of`."""
         if self.mechanism is None:
-            return Observation()
-        return self.mechanism.plan(plan, self.buffer.device)
+            return (), {}
+        return self.mechanism.plan(plan)
 
     def store_positions(self, observation: Observation, positions: Tensor) -> None:
         """The positions of a batch's queries, all layers and heads; those of chunks follow their picks."""

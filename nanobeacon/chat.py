@@ -101,7 +101,7 @@ def turn(
         conversation.turns.pop()
         tell(f"No answer: {' '.join(str(error).split())}")
         return
-    conversation.turns.append({"role": "assistant", "content": request.stream.text})
+    conversation.turns.append({"role": "assistant", "content": request.text})
 
 
 def read_message(read_line: Callable[[], str | None]) -> str | None:

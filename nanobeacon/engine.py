@@ -7,14 +7,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import count
 
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch import Batch, write_pages
 from .cache import KVCache, QueryBuffer
 from .config import EngineConfig
 from .eviction import Evictor
@@ -26,7 +26,7 @@ from .pages import PagePool
 from .prefix import PrefixCache
 from .processors import Processing
 from .request import Listener, Request, SamplingParams
-from .sampling import Draw, sample, token_logprobs, uniform
+from .sampling import GREEDY, Draw, sample, token_logprobs, uniform
 from .scheduler import MOST_PREFILL_TOKENS, Plan, Scheduler
 from .stats import Stats
 from .tokenizer import TextStream, Tokenizer
@@ -180,6 +180,7 @@ class Engine:
             request.forced = forced
             request.on_logits = on_logits
             request.processing = Processing.of(request)
+            request.draw = self._draw_of(request)
             request.error = self._limit(request)
             if request.error:
                 request.finish_reason = "error"
@@ -197,6 +198,13 @@ class Engine:
             for request in requests:
                 self.abort(request)
             raise
+
+    def _draw_of(self, request: Request) -> Draw:
+        """How its rows are sampled; given ones are only looked up."""
+        params = request.params
+        if request.forced is not None or not params.temperature:
+            return GREEDY
+        return Draw(params.temperature, min(params.top_k, self.vocabulary), params.top_p, params.min_p)
 
     def _seed_of(self, arrival: int) -> int:
         """For a request without a seed: by the engine's seed, which is a fresh one by itself, and the
@@ -334,19 +342,22 @@ class Engine:
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             request.num_computed += length
             request.cached_length += length
-        self._remember(plan.requests)
+        self._remember(plan)
         self._count_memory(plan)
         # 3. Completions that waited for a prompt take over what its leader has read.
         ready = plan.ready()
-        forks = self._fork(list(ready))
+        forks = self._fork(ready)
         for fork in forks:
             ready[fork] = ready[fork.leader]
         # 4. Sample from the rows that have an answer to give; requests may end here.
         takers = [(request, token) for request, tokens in ready.items() for token in tokens]
         for first in range(0, len(takers), self.logit_rows):
             some = takers[first : first + self.logit_rows]
-            index = torch.tensor([token for _, token in some], device=hidden.device)
-            logits = self.model.logits(hidden[index], self.vocabulary)
+            index = [token for _, token in some]
+            answering = hidden  # as it is where each token has one answer to give: the common decode step
+            if index != list(range(len(hidden))):
+                answering = hidden[torch.tensor(index, device=hidden.device)]
+            logits = self.model.logits(answering, self.vocabulary)
             self._take_tokens([request for request, _ in some], logits)
         for fork in forks:
             fork.leader = None
@@ -355,12 +366,15 @@ class Engine:
         self.stats.count_time(plan, len(takers), time.perf_counter() - began)
         return list(ready)
 
-    def _remember(self, requests: list[Request]) -> None:
+    def _remember(self, plan: Plan) -> None:
         """Make the pages that a step has filled known to the prefix cache, with the queries at a border."""
         prefix = self.scheduler.prefix
         if prefix is None:
             return
-        for request in requests:
+        page_size = self.config.page_size
+        for request, length in zip(plan.requests, plan.lengths, strict=True):
+            if request.num_computed % page_size >= length:
+                continue  # no page was filled
             prefix.insert(request)
             row = prefix.row_for(request)
             if row:
@@ -378,9 +392,12 @@ class Engine:
             self.stats.eviction_seconds += time.perf_counter() - began
             self.stats.evictions = self.evictor.evictions
 
-    def _fork(self, ready: list[Request]) -> list[Request]:
+    def _fork(self, ready: Collection[Request]) -> list[Request]:
         """Completions that waited for a prompt's prefill: they take over what they do not share already."""
-        forks = [r for r in self.scheduler.running if r.leader in ready] if ready else []
+        followers = [r for r in self.scheduler.running if r.leader is not None]
+        forks = [r for r in followers if r.leader in ready]
+        if forks:
+            write_pages(forks, self.cache)
         for request in forks:
             leader = request.leader
             request.num_computed = leader.num_computed
@@ -390,7 +407,6 @@ class Engine:
             # The full protected pages are shared already; the others are copied, as is the buffer row.
             used = -(-leader.cached_length // self.config.page_size)
             private = [i for i in range(used) if leader.pages[i] != request.pages[i]]
-            self.cache.write_page_table(request)
             self.cache.copy_pages([leader.pages[i] for i in private], [request.pages[i] for i in private])
             self.queries.copy_row(leader.row, request.row)
             request.buffer_count = leader.buffer_count
@@ -402,10 +418,11 @@ class Engine:
         self._record_logprobs(requests, logits, tokens)
         broken = ~logits.amax(-1).isfinite()  # one read for both: -1 stands for logits that mean nothing
         tokens = self.group.broadcast(tokens.masked_fill_(broken, -1)).tolist()
-        for request, row, token in zip(requests, logits, tokens, strict=True):
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             if request.finish_reason is not None:
                 continue  # an earlier row of this step ended it
-            self._hear(request, row)
+            if request.on_logits is not None:
+                self._hear(request, logits[row])
             if request.finish_reason is not None:
                 pass  # its listener failed, or aborted it
             elif token < 0:
@@ -413,14 +430,13 @@ class Engine:
                 request.error = "the model's logits are not finite"
             else:
                 request.append(token)
-                self._grow_text(request, token)
+                if request.params.stop:
+                    self._look_for_stop(request)
             if request.finish_reason is not None:
                 self._close(request)
 
     def _hear(self, request: Request, logits: Tensor) -> None:
         """Let a request's listener see its logits [V]; one that fails ends its own request only."""
-        if request.on_logits is None:
-            return
         try:
             request.on_logits(len(request.output_token_ids), logits)
         except Exception as error:
@@ -428,18 +444,15 @@ class Engine:
             request.error = f"on_logits failed: {error!r}"
 
     def _sample(self, requests: list[Request], logits: Tensor) -> Tensor:
-        draws, given, nth = [], {}, 0
-        for row, r in enumerate(requests):
-            nth = nth + 1 if row and r is requests[row - 1] else 0  # of the rows that r takes at once
-            p = r.params
-            temperature = p.temperature if r.forced is None else 0.0
-            u = uniform(r.seed, r.completion, r.num_tokens) if temperature else 0.0
-            draws.append(Draw(temperature, min(p.top_k, self.vocabulary), p.top_p, p.min_p, u))
-            if r.forced is not None:
-                given[row] = r.forced[len(r.output_token_ids) + nth]
+        draws = [request.draw for request in requests]
+        for row, request in enumerate(requests):
+            if request.draw.temperature:  # 0: greedy, the same in each step
+                u = uniform(request.seed, request.completion, request.num_tokens)
+                draws[row] = request.draw.at(u)
         tokens = sample(logits, draws)
         if any(r.processing is not None for r in requests):
             self._sample_processed(requests, logits, draws, tokens)
+        given = _given_tokens(requests)
         if given:
             tokens[list(given)] = tokens.new_tensor(list(given.values()))
         return tokens
@@ -476,13 +489,10 @@ class Engine:
             best = dict(list(zip(ids[j], values[j], strict=True))[: requests[i].params.logprobs])
             requests[i].logprobs.append((own[j], best))
 
-    def _grow_text(self, request: Request, token: int) -> None:
-        if request.stream is None:
-            request.pieces.append("")  # whoever runs the request sees that it got a token
-            return
-        # The token that ended a request is not part of its text; a token at the length limit is.
-        if request.finish_reason != "stop":
-            request.pieces.append(request.stream.push(token))
+    def _look_for_stop(self, request: Request) -> None:
+        """Decode the newest token; the others' text is decoded when somebody takes it."""
+        if request.stream is not None:
+            request.decode()
             if request.stream.stopped:
                 request.finish_reason = "stop"
 
@@ -492,9 +502,11 @@ class Engine:
         self._flush_text(request)
 
     def _flush_text(self, request: Request) -> None:
-        if request.stream is not None and not request.stream.stopped:
-            request.pieces.append(request.stream.finish())
-            if request.stream.stopped:  # what was held back completes a stop string
+        """What was held back may complete a stop string."""
+        stream = request.stream
+        if stream is not None and request.params.stop and not stream.stopped:
+            stream.finish()
+            if stream.stopped:
                 request.finish_reason = "stop"
 
     def _count_memory(self, plan: Plan) -> None:
@@ -508,3 +520,14 @@ class Engine:
             full_bytes=full_pages * self.page_bytes,
             query_bytes=(len(running) + kept_rows) * self.queries.row_bytes,
         )
+
+
+def _given_tokens(requests: list[Request]) -> dict[int, int]:
+    """Row -> token, where output is given; a request may have several rows, one behind the other."""
+    given = {}
+    nth = 0  # of the rows that a request takes at once
+    for row, request in enumerate(requests):
+        nth = nth + 1 if row and request is requests[row - 1] else 0
+        if request.forced is not None:
+            given[row] = request.forced[len(request.output_token_ids) + nth]
+    return given

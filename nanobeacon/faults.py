@@ -14,44 +14,40 @@ from .scheduler import Plan
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Where a request stands."""
-
-    request: Request
-    num_computed: int
-    cached_length: int
-    buffer_count: int
-    num_output: int
-
-
-@dataclass(frozen=True)
 class Progress:
-    """Where the requests of a plan stand."""
+    """Where the requests of a plan stand, one column a count."""
 
-    counts: list[Counts]
+    requests: list[Request]
+    num_computed: list[int]
+    cached_length: list[int]
+    buffer_count: list[int]
+    num_output: list[int]
 
     @staticmethod
     def of(plan: Plan) -> "Progress":
         """What the requests of a plan have reached before their step begins."""
+        requests = plan.requests
         return Progress(
-            [
-                Counts(r, r.num_computed, r.cached_length, r.buffer_count, len(r.output_token_ids))
-                for r in plan.requests
-            ]
+            requests,
+            [request.num_computed for request in requests],
+            [request.cached_length for request in requests],
+            [request.buffer_count for request in requests],
+            [len(request.output_token_ids) for request in requests],
         )
 
     def answered(self) -> bool:
         """Whether one of them has got a token since: from then on the step cannot be undone."""
-        return any(len(c.request.output_token_ids) > c.num_output for c in self.counts)
+        rows = zip(self.requests, self.num_output, strict=True)
+        return any(len(request.output_token_ids) > count for request, count in rows)
 
     def restore(self) -> None:
         """Back to where those that still run stood."""
-        for c in self.counts:
-            if c.request.finish_reason is None:
-                c.request.num_computed = c.num_computed
-                c.request.cached_length = c.cached_length
-                c.request.buffer_count = c.buffer_count
-                del c.request.logprobs[c.num_output :]
+        for i, request in enumerate(self.requests):
+            if request.finish_reason is None:
+                request.num_computed = self.num_computed[i]
+                request.cached_length = self.cached_length[i]
+                request.buffer_count = self.buffer_count[i]
+                del request.logprobs[self.num_output[i] :]
 
 
 def is_out_of_memory(error: Exception) -> bool:

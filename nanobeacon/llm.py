@@ -261,22 +261,22 @@ class LLM:
         Leaving early, by break or by an error, aborts those that have not ended.
         """
         with PromptBar(requests, self._progress) as bar:
-            yield from self._run(requests, bar.after_step)
+            for request in self._run(requests, bar.after_step):
+                yield request, request.take_text()
 
-    def _run(
-        self, requests: Sequence[Request], after_step: Callable[[], None]
-    ) -> Iterator[tuple[Request, str]]:
+    def _run(self, requests: Sequence[Request], after_step: Callable[[], None]) -> Iterator[Request]:
+        """Those that got tokens or ended, after each step."""
         waiting = list(requests)
         try:
             while waiting:
                 if _lack(waiting) and self.engine.step() is None and _lack(waiting):
                     raise ValueError("requests: some are not of this LLM's submit")
                 after_step()
-                for request in [r for r in waiting if r.pieces or r.finish_reason]:
-                    piece, request.pieces = "".join(request.pieces), []
-                    if request.finish_reason:
+                for request in [r for r in waiting if _has_news(r)]:
+                    request.num_seen = len(request.output_token_ids)
+                    if request.finish_reason is not None:
                         waiting.remove(request)
-                    yield request, piece
+                    yield request
         finally:
             self._abort(waiting)
 
@@ -310,7 +310,12 @@ class LLM:
 
 def _lack(requests: Sequence[Request]) -> bool:
     """Whether one of them needs another step to have anything to show."""
-    return any(r.finish_reason is None and not r.pieces for r in requests)
+    return any(not _has_news(request) for request in requests)
+
+
+def _has_news(request: Request) -> bool:
+    """Whether it has ended, or has got tokens that whoever runs it has not seen."""
+    return request.finish_reason is not None or len(request.output_token_ids) > request.num_seen
 
 
 def _warn_without_end(eos: set[int], tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -342,12 +347,11 @@ def _check_texts(name: str, values: Sequence[Any]) -> None:
 
 def output_of(request: Request, prompt_number: int = 0) -> Output:
     """What a request has become. prompt_number: of its prompt in the call, from 0."""
-    text = request.stream.text if request.stream is not None else None
     tokens, prompt = list(request.output_token_ids), list(request.prompt_token_ids)
     logprobs = list(request.logprobs) if request.params.logprobs is not None else None
     trace = list(request.trace)
     return Output(
-        text, tokens, request.finish_reason, request.error, prompt, logprobs, trace, prompt_number,
+        request.text, tokens, request.finish_reason, request.error, prompt, logprobs, trace, prompt_number,
         request.completion,
     )  # fmt: skip
 

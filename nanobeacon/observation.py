@@ -11,15 +11,15 @@ All answer the same three questions: where do a batch's queries go (`plan`), wha
 Knows requests, rows and counts on the host; nothing of vectors, of caches or of when an eviction is due.
 """
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
-import torch
 from torch import Tensor
 
 from .policies import EvictionSettings, Policy
 from .request import Request
 from .scheduler import Plan
 
+Columns = dict[str, list[int]]  # a step's numbers by name, on the host
 EMPTY = -1  # the rotation of a slot that holds no query
 
 
@@ -45,6 +45,15 @@ class Observation:
     chunks: tuple[Chunk, ...] = ()
     chunk_table: Tensor | None = None  # int32 [chunks, 6]: the numbers of `chunks`, on the device
 
+    @staticmethod
+    def of(chunks: tuple[Chunk, ...], sent: dict[str, Tensor]) -> "Observation":
+        """What a mechanism has planned, once its columns are on the device."""
+        writes = None
+        if "write_tokens" in sent:
+            writes = (sent["write_tokens"], sent["write_rows"], sent["write_slots"])
+        table = sent["chunk_table"].view(len(chunks), -1) if chunks else None
+        return Observation(sent.get("query_rows"), sent.get("query_slots"), writes, chunks, table)
+
     @property
     def longest(self) -> int:
         """The most queries that compete for one row, a chunk's and those held before."""
@@ -57,18 +66,21 @@ class Reduction:
     def __init__(self, settings: EvictionSettings) -> None:
         self.settings = settings
 
-    def plan(self, plan: Plan, device: torch.device) -> Observation:
+    def plan(self, plan: Plan) -> tuple[tuple[Chunk, ...], Columns]:
         """A prompt chunk is reduced as a whole; a decode step's queries are appended one behind the other."""
         if plan.prefill:
             chunks = self._chunks(plan)
-            table = torch.tensor([astuple(chunk) for chunk in chunks], dtype=torch.int32, device=device)
-            return Observation(chunks=chunks, chunk_table=table)
-        rows = []
-        slots = []
-        for request, length in zip(plan.requests, plan.lengths, strict=True):
-            rows += [request.row] * length
-            slots += range(request.buffer_count, request.buffer_count + length)
-        return Observation(rows=torch.tensor(rows, device=device), slots=torch.tensor(slots, device=device))
+            return chunks, {"chunk_table": [number for chunk in chunks for number in astuple(chunk)]}
+        if plan.one_each:
+            rows = [request.row for request in plan.requests]
+            slots = [request.buffer_count for request in plan.requests]
+        else:
+            rows = []
+            slots = []
+            for request, length in zip(plan.requests, plan.lengths, strict=True):
+                rows += [request.row] * length
+                slots += range(request.buffer_count, request.buffer_count + length)
+        return (), {"query_rows": rows, "query_slots": slots}
 
     def _chunks(self, plan: Plan) -> tuple[Chunk, ...]:
         """Queries up to the freeze are candidates for beacons, those behind it are recents."""
@@ -110,15 +122,18 @@ class Ring:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    def plan(self, plan: Plan, device: torch.device) -> Observation:
+    def plan(self, plan: Plan) -> tuple[tuple[Chunk, ...], Columns]:
         """Every query that stays, as a copy (token, row, slot)."""
         writes: list[tuple[int, int, int]] = []
         first = 0
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             writes += self._writes(request, first, length, decode=not plan.prefill)
             first += length
-        token, row, slot = torch.tensor(writes, dtype=torch.int64, device=device).view(-1, 3).T
-        return Observation(writes=(token, row, slot))
+        return (), {
+            "write_tokens": [token for token, _, _ in writes],
+            "write_rows": [row for _, row, _ in writes],
+            "write_slots": [slot for _, _, slot in writes],
+        }
 
     def _writes(self, request: Request, first: int, length: int, decode: bool) -> list[tuple[int, int, int]]:
         """The copies of one request's tokens, whose first is token `first` of the batch."""
@@ -179,18 +194,28 @@ class SideBySide:
         self.front = Reduction(settings) if settings.reduces else Ring(policy)
         self.ring = Ring(Policy("latest", select="none", beacons=0, recents=policy.latest))
 
-    def plan(self, plan: Plan, device: torch.device) -> Observation:
+    def plan(self, plan: Plan) -> tuple[tuple[Chunk, ...], Columns]:
         """What the front does with a batch, and one more copy of each query that enters the ring."""
-        front = self.front.plan(plan, device)
-        token, row, slot = self.ring.plan(plan, device).writes
-        parts = [(token, row, slot + self.settings.policy.observed)]
-        if front.rows is not None:
-            tokens = torch.arange(len(front.rows), device=device)
-            parts.append((tokens, front.rows, front.slots))
-        if front.writes is not None:
-            parts.append(front.writes)
-        writes = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return replace(front, rows=None, slots=None, writes=writes)
+        chunks, front = self.front.plan(plan)
+        _, ring = self.ring.plan(plan)
+        # 1. The ring's copies: its slots lie behind those of the front.
+        tokens = ring["write_tokens"]
+        rows = ring["write_rows"]
+        slots = [slot + self.settings.policy.observed for slot in ring["write_slots"]]
+        # 2. What the front appends in the store's launch is a copy here too: a query goes to two places.
+        if "query_rows" in front:
+            tokens = [*tokens, *range(len(front["query_rows"]))]
+            rows = rows + front["query_rows"]
+            slots = slots + front["query_slots"]
+        # 3. What the front copies by itself.
+        if "write_tokens" in front:
+            tokens = tokens + front["write_tokens"]
+            rows = rows + front["write_rows"]
+            slots = slots + front["write_slots"]
+        columns = {"write_tokens": tokens, "write_rows": rows, "write_slots": slots}
+        if chunks:
+            columns["chunk_table"] = front["chunk_table"]
+        return chunks, columns
 
     def advance(self, plan: Plan, observation: Observation) -> None:
         """The front counts; a ring has nothing to count."""

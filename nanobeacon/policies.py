@@ -8,6 +8,7 @@ or name it as "module:name" to the programs; EXTENDING.md shows one.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 WORDS = {
@@ -187,39 +188,39 @@ class EvictionSettings:
     budget: int  # B_max: evictable tokens in the cache at which an eviction runs
     protect: str | int = "prompt"
 
-    @property
+    @cached_property
     def period(self) -> int:
         """Tokens that an eviction removes, and steps between two of them."""
         return max(1, self.budget // 8)
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """B_min: evictable tokens in the cache after an eviction."""
         return self.budget - self.period
 
-    @property
+    @cached_property
     def window(self) -> int:
         """Newest tokens that always stay; those outside the softmax's domain have no score and stay too."""
         policy = self.policy
         unscored = [policy.recents_of(s) for s in policy.scores if s.domain == "before-recents"]
         return max(policy.window, *unscored, 0)
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         """Whether beacons are distilled by repeated reduction, with a freeze before each eviction."""
         return self.policy.select == "fps" and self.policy.observed > 0
 
-    @property
+    @cached_property
     def recents(self) -> int:
         """Recents of one eviction: a policy that reduces has only those since the freeze."""
         return min(self.policy.recents, self.period) if self.reduces else self.policy.recents
 
-    @property
+    @cached_property
     def freeze(self) -> int:
         """L from which on queries are recents, no longer candidates for beacons."""
         return self.budget - self.recents
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Rows of the query buffer a head; 0: the policy asks no queries."""
         return self.policy.observed + self.policy.latest

@@ -44,7 +44,7 @@ class PromptBar(_Bar):
         if not self.shown:
             return
         self.bar.update(_tokens_read(self.requests) - self.bar.n)
-        if any(r.pieces or r.output_token_ids or r.finish_reason for r in self.requests):
+        if any(r.output_token_ids or r.finish_reason for r in self.requests):
             self.bar.close()
             self.shown = False
 

@@ -155,9 +155,12 @@ class Request:
     logprobs: list[Any] = field(default_factory=list)
     trace: list[Any] = field(default_factory=list)
     kept_scores: Any = None  # [L, K, n], what a policy's own score gave the slots it chose to keep
-    stream: Any = None  # its growing text, where there is a tokenizer
-    pieces: list[str] = field(default_factory=list)  # text that nobody has taken yet
+    num_text_tokens: int = 0  # output tokens that are text: all but the one that ended the request
+    stream: Any = None  # its growing text, where there is a tokenizer …
+    num_decoded: int = 0  # … of so many tokens so far
+    num_seen: int = 0  # output tokens that whoever runs it knows of
     on_logits: Listener | None = None
+    draw: Any = None  # how its tokens are sampled, but for the random number
     processing: Any = None  # what changes its logits before a token is sampled, where something does
     finish_reason: str | None = None
     error: str | None = None
@@ -165,7 +168,8 @@ class Request:
     num_computed: int = 0
     cached_length: int = 0
     pages: list[int] = field(default_factory=list)
-    pages_changed: bool = False  # the device's page table does not know them yet
+    pages_sent: int = 0  # so many of the first ones are in the device's page table
+    one_run: bool = False  # whether these lie behind each other
     row: int = 0  # its row of the query buffer and of the page table; 0 is nobody's
     buffer_count: int = 0  # queries held in that row, for policies that reduce
     leader: "Request | None" = None  # completion of the same prompt whose prefill this one waits for
@@ -182,7 +186,8 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether its next step feeds one sampled token, all before it being computed."""
-        return self.num_computed >= len(self.prompt_token_ids) and self.num_tokens - self.num_computed == 1
+        computed, prompt = self.num_computed, len(self.prompt_token_ids)
+        return computed >= prompt and prompt + len(self.output_token_ids) - computed == 1
 
     @property
     def num_given(self) -> int:
@@ -206,6 +211,40 @@ class Request:
             return output[start - prompt : stop - prompt]
         return (self.prompt_token_ids[start:stop] + output[: stop - prompt])[: stop - start]
 
+    def token(self, position: int) -> int:
+        """Token id of a logical position behind the prompt."""
+        return (self.forced or self.output_token_ids)[position - len(self.prompt_token_ids)]
+
+    @property
+    def text(self) -> str | None:
+        """Its text so far; None without a tokenizer. It is decoded when somebody asks for it."""
+        if self.stream is None:
+            return None
+        self._catch_up()
+        return self.stream.text
+
+    def take_text(self) -> str:
+        """The text that has become certain since the last call."""
+        if self.stream is None:
+            return ""
+        self._catch_up()
+        return self.stream.take()
+
+    def _catch_up(self) -> None:
+        """Decode what is there. Text that stop strings are looked for in has been decoded by the engine."""
+        if self.params.stop:
+            return
+        ended = self.finish_reason is not None  # asked first: another thread may be ending it just now
+        self.decode()
+        if ended:
+            self.stream.finish()
+
+    def decode(self) -> None:
+        """Let the stream read the output tokens that it has not read; it may find a stop string."""
+        for token_id in self.output_token_ids[self.num_decoded : self.num_text_tokens]:
+            self.stream.push(token_id)
+            self.num_decoded += 1
+
     def append(self, token_id: int) -> None:
         """Take a sampled token; it may end the request (stop strings are decided on the text)."""
         self.output_token_ids.append(token_id)
@@ -213,5 +252,7 @@ class Request:
         ends = ends or (token_id in self.eos_token_ids and not self.params.ignore_eos)
         if ends and self.forced is None:
             self.finish_reason = "stop"
-        elif len(self.output_token_ids) >= self.max_tokens:
+            return
+        self.num_text_tokens += 1
+        if len(self.output_token_ids) >= self.max_tokens:
             self.finish_reason = "length"

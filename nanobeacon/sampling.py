@@ -8,6 +8,7 @@ probabilities are whole numbers, whose sums are exact in any order and for any n
 ids and looks at a few candidates. Where a rounding could change what comes out, it asks `sample_exact`.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 UNIT = 2**42  # weight of a row's best token: sums over a vocabulary of up to 2**20 tokens fit an int64
-ROWS = 16  # sampled at once: what bounds the memory that sampling takes, whatever the batch
+ROWS = 16  # looked at once as a whole: what bounds the memory that sampling takes, whatever the batch
 DEPTH = 64  # logits in a block, of which the largest stands for all
-LEVELS = (64, 512)  # blocks looked at: first a few, then more for the rows whose nucleus is larger
+# Blocks looked at, and rows at once: first a few blocks, then more for the rows whose nucleus is larger
+LEVELS = ((64, 6 * ROWS), (512, ROWS))
 CANDIDATES = 1024  # ranked at most; only a row that needs more is sorted
 MARGIN = 2e-5  # relative error of a float32 total, at most: see `_total`
 
@@ -33,6 +35,13 @@ class Draw:
     min_p: float = 0.0  # 0: off
     uniform: float = 0.0  # in [0, 1): where the inverse of the cumulative distribution is read
 
+    def at(self, uniform: float) -> "Draw":
+        """The same with another random number."""
+        return Draw(self.temperature, self.top_k, self.top_p, self.min_p, uniform)
+
+
+GREEDY = Draw(temperature=0.0)
+
 
 def uniform(seed: int, completion: int, position: int) -> float:
     """A number in [0, 1) of 53 random bits: a pure function of ints of any size, equal on every platform."""
@@ -46,8 +55,9 @@ def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
 
     -inf is never drawn while another logit is there; a row of -inf, or with NaN, gives some id below V.
     Rows with top-k or top-p read the logits about three times (copy to float32, block maxima, sum of
-    exponentials), with 4 bytes a logit for ROWS rows at a time; only a large nucleus is sorted.
-    Rows with neither are weighed in float64 in the order of ids, also ROWS at a time."""
+    exponentials), with 4 bytes a logit for 6 * ROWS rows at a time; only a large nucleus is sorted. Which
+    rows need a second look is read from the device once. Rows with neither are weighed in float64 in the
+    order of ids, ROWS at a time."""
     vocabulary = logits.shape[-1]
     tokens = logits.argmax(-1)
     kinds = [_kind(draw, vocabulary) for draw in rows]
@@ -56,17 +66,19 @@ def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     columns = _columns(rows, vocabulary, logits.device)
     plain = [row for row, kind in enumerate(kinds) if kind == "plain"]
     for at in range(0, len(plain), ROWS):
-        some = plain[at : at + ROWS]
+        some = _index(plain[at : at + ROWS])
         tokens[some] = _draw_in_order_of_ids(_clean(logits[some]), columns[some])
     left = [row for row, kind in enumerate(kinds) if kind == "ranked"]
-    for blocks in LEVELS:
-        uncertain = []
-        for at in range(0, len(left), ROWS):
-            some = left[at : at + ROWS]
-            ids, certain = _draw_from_candidates(logits[some], columns[some], blocks)
-            tokens[some] = ids
-            uncertain += [row for row, sure in zip(some, certain.tolist(), strict=True) if not sure]
-        left = uncertain
+    for blocks, at_once in LEVELS:
+        if not left:
+            break
+        answers = []
+        for at in range(0, len(left), at_once):
+            some = _index(left[at : at + at_once])
+            tokens[some], certain = _draw_from_candidates(logits[some], columns[some], blocks)
+            answers.append(certain)
+        certain = torch.cat(answers).tolist()
+        left = [row for row, sure in zip(left, certain, strict=True) if not sure]
     for row in left:
         tokens[row] = sample_exact(logits[row], rows[row])
     return tokens
@@ -111,6 +123,13 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
     return values[:, 0], ids[:, 1:], values[:, 1:]
 
 
+def _index(rows: list[int]) -> slice | list[int]:
+    """An index for ascending rows: a slice, which copies nothing, where they lie behind each other."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return rows
+
+
 def _kind(draw: Draw, vocabulary: int) -> str:
     """How a row is drawn: "greedy"; "ranked", best first; or "plain", in the order of ids."""
     if draw.temperature == 0 or draw.top_k == 1:
@@ -121,8 +140,11 @@ def _kind(draw: Draw, vocabulary: int) -> str:
 def _columns(rows: Sequence[Draw], vocabulary: int, device: torch.device) -> Tensor:
     """Temperature, top-k, top-p, min-p and uniform of each row, float64 [R, 5], in one copy."""
     # Temperature is bounded so that -inf / temperature stays -inf; no top-k is V.
-    table = [(min(d.temperature, 1e300), d.top_k or vocabulary, d.top_p, d.min_p, d.uniform) for d in rows]
-    return torch.tensor(table, dtype=torch.float64).to(device)
+    table = array("d")
+    for draw in rows:
+        temperature = min(draw.temperature, 1e300)
+        table.extend((temperature, draw.top_k or vocabulary, draw.top_p, draw.min_p, draw.uniform))
+    return torch.frombuffer(table, dtype=torch.float64).view(len(rows), -1).to(device)
 
 
 def _clean(logits: Tensor) -> Tensor:

@@ -43,9 +43,10 @@ class Plan:
         first = 0
         for request, length in zip(self.requests, self.lengths, strict=True):
             end = first + length
-            if request.num_computed >= request.num_tokens:
-                answered = end - 1 if self.prefill else first
-                ready[request] = range(answered, end)
+            if not self.prefill:
+                ready[request] = range(first, end)
+            elif request.num_computed >= request.num_tokens:
+                ready[request] = range(end - 1, end)
             first = end
         return ready
 
@@ -97,7 +98,8 @@ class Scheduler:
         # 2. After a prefill step comes a decode step, if anybody decodes: neither starves.
         decoders = [r for r in self.running if r.decodes]
         plan = None
-        if not (self._decode_next and decoders):
+        prompts_left = len(decoders) < len(self.running)
+        if prompts_left and not (self._decode_next and decoders):
             plan = self._plan_prefill()
         # 3. No prompt is left to read, or it is the decoders' turn.
         if plan is None:
@@ -149,8 +151,8 @@ class Scheduler:
             self.pool.share(shared)
             own = self._allocate(wanted, at=self._place(request.row) + len(shared))
             request.pages = shared + own
+            request.pages_sent = 0
             self._begin_behind(request, found)
-            request.pages_changed = True
             self.running.append(request)  # first here: whoever stands in both begins again after a fault
             self.waiting.popleft()
 
@@ -219,7 +221,7 @@ class Scheduler:
         self.pool.share(found.pages)
         self.pool.release(reversed(own))
         request.pages = found.pages + request.pages[len(found.pages) :]
-        request.pages_changed = True
+        request.pages_sent = 0
         self._begin_behind(request, found)
 
     def _plan_decode(self, decoders: list[Request], ahead: Callable[[Request], int]) -> Plan | None:
@@ -230,7 +232,8 @@ class Scheduler:
             # 1. How many tokens: one is sampled at a time, given ones go up to what is due next.
             length = min(request.num_given, ahead(request)) if request.forced else 1
             # 2. Room for them; the newest request gives up its pages where none is left, maybe this one.
-            self._grow(request, request.cached_length + length)
+            if request.cached_length + length > len(request.pages) * self.page_size:
+                self._grow(request, request.cached_length + length)
             if request.row:
                 requests.append(request)
                 lengths.append(length)
@@ -246,7 +249,6 @@ class Scheduler:
                 self._preempt(self.running[-1])
                 continue
             request.pages = request.pages + page
-            request.pages_changed = True
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue; its keys and values are computed again later."""
@@ -326,6 +328,7 @@ class Scheduler:
 def _take_holdings(request: Request) -> None:
     """From now on a request has no seat and no pages, and nobody runs its prompt for it."""
     request.pages = []
+    request.pages_sent = 0
     request.row = 0
     request.buffer_count = 0
     request.found_row = 0

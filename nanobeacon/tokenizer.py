@@ -152,6 +152,7 @@ class TextStream:
         self.stopped = False
         self._held = ""  # certain text that could begin a stop string
         self._pieces: list[str] = []
+        self._new: list[str] = []  # those that nobody has taken yet
         tail = [token_id for token_id in prompt_token_ids[-WINDOW:] if tokenizer.has_text(token_id)]
         # The tail may begin inside a character, which byte-fallback decoders do not forgive: try four places.
         # If none ends whole, the prompt ends inside a character, which must not spill into the output.
@@ -163,6 +164,12 @@ class TextStream:
         """All of the text so far."""
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
+
+    def take(self) -> str:
+        """What has become certain since the last call."""
+        new = "".join(self._new)
+        self._new = []
+        return new
 
     def push(self, token_id: int) -> str:
         """Takes the next id; gives the text that became certain, maybe none."""
@@ -229,6 +236,7 @@ class TextStream:
         for mark in self._marks.values():
             piece = piece.replace(mark, "")
         self._pieces.append(piece)
+        self._new.append(piece)
         return piece
 
 

@@ -286,6 +286,15 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
     assert all(name in table for name in bench.COMMANDS if name != "tour")
 
 
+def test_host_times_whole_decode_steps_with_a_stand_in(run):
+    status, table, result, _ = run("host", "--batches", "1,3", "--steps", "20", "--budget", "64")
+    assert status == 0 and "us a request" in table
+    seen = [(row["batch"], row["budget"], row["sampling"]) for row in result["rows"]]
+    assert seen == [(b, k, s) for b in (1, 3) for k in (None, 64) for s in ("greedy", "sampled")]
+    for row in result["rows"]:
+        assert 0 < row["n"] <= 20 and row["request_us"] == pytest.approx(1000 * row["step_ms"] / row["batch"])
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -303,6 +312,8 @@ def test_the_tour(run, folder, inline, monkeypatch, tmp_path):
         ("throughput --no-prefix-cache", "only --shared-prefix"),
         ("throughput --table4 --shared-prefix 4", "nothing in common"),
         ("prefix --turns 0", "at least 1"),
+        ("host --steps 0", "at least 1"),
+        ("host --batches 14,0", "at least 1"),
         ("prefix --requests 0", "at least 1"),
         ("throughput --vs vllm", "transformers"),
         ("throughput --threads 0", "1 to"),

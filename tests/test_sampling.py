@@ -170,7 +170,7 @@ def test_top_p_over_a_large_vocabulary_does_not_sort_it(monkeypatch):
 @pytest.mark.parametrize("levels", [(1,), (3, 9), (64, 512)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sample_gives_what_the_definition_gives(levels, dtype, monkeypatch):
-    monkeypatch.setattr(sampling, "LEVELS", levels)
+    monkeypatch.setattr(sampling, "LEVELS", [(blocks, sampling.ROWS) for blocks in levels])
     monkeypatch.setattr(sampling, "DEPTH", 8)
     source, generator = random.Random(6), torch.Generator().manual_seed(6)
     for scale in (0.01, 1, 4, 30):  # all nearly equal, to nearly certain

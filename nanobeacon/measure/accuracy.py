@@ -276,7 +276,7 @@ def _answers(cell: Cell, options: Namespace, params: SamplingParams, problems: d
 
 
 def _attempt(request: Request, answer: Any) -> dict[str, Any]:
-    text = request.stream.text if request.stream else ""
+    text = request.text or ""
     said = {"text": text, "answer": grading.answer_in(text), "right": grading.is_right(text, answer)}
     ended = {"finish_reason": request.finish_reason, "error": request.error}
     return said | ended | {"output_tokens": len(request.output_token_ids)}
