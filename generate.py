@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -98,7 +99,42 @@ def parser() -> Parser:
     add("--json", action="store_true", help="one JSON object per completion instead of text")
     add("--trace", metavar="FILE", help="write a page (HTML) that shows what the cache kept")
     add("--compare", metavar="POLICY", help="with --trace: run a second policy, on the same page")
+
+    add = p.add_argument_group("several processes, which torchrun starts").add_argument
+    how = "so many compute one model together (default: all; 1 with --data-parallel)"
+    add("--tensor-parallel", type=int, metavar="T", help=how)
+    how = "each T of them have a model of their own and take lines of --prompts-file"
+    add("--data-parallel", action="store_true", help=how)
     return p
+
+
+@contextmanager
+def first_process_speaks() -> Iterator[None]:
+    """Of the processes that torchrun starts only the first prints; the others have the same to say."""
+    if os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+@contextmanager
+def processes(options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
+    """The group of all processes that torchrun has started, and the group of those that compute one model
+    together with this one. Without torchrun both are this process alone."""
+    from nanobeacon.llm import device_of
+    from nanobeacon.parallel import join
+
+    device = device_of(options.device)
+    with join(device.type) as everyone:
+        if everyone.size > 1 and device.index is not None:
+            raise ValueError(
+                f"--device {options.device}: each process has a GPU of its own; cuda is possible"
+            )
+        together = options.tensor_parallel
+        if together is None:
+            together = 1 if getattr(options, "data_parallel", False) else everyone.size
+        yield everyone, everyone.split(together)
 
 
 def read_prompt(options: argparse.Namespace) -> str | None:
@@ -208,14 +244,26 @@ def check_batch(options: argparse.Namespace) -> None:
             raise ValueError("--prompts-file needs --model")
 
 
-def answer_prompts_file(options: argparse.Namespace) -> int:
+def check_processes(options: argparse.Namespace, everyone: Any, group: Any) -> None:
+    """What several processes can do, said before anything is loaded."""
+    if everyone.size > group.size and options.prompts_file is None:
+        several = f"--tensor-parallel {group.size} of {everyone.size} processes"
+        raise ValueError(f"{several}: the others are for the lines of --prompts-file")
+    if options.data_parallel and options.prompts_file is None:
+        raise ValueError("--data-parallel: it shares out the lines of --prompts-file")
+    if everyone.size > 1 and options.chat:
+        raise ValueError("--chat: a conversation needs one process, without torchrun")
+
+
+def answer_prompts_file(options: argparse.Namespace, everyone: Any, group: Any) -> int:
     """Answer a file of prompts into a file; returns the exit status."""
     from nanobeacon import batchfile
 
     source, output = Path(options.prompts_file), Path(options.output)
     batchfile.read_lines(source)  # a file that cannot be read is said before a model is loaded
     how = thinking(options)
-    outcome = batchfile.answer_file(load(options), source, output, params(options), options.raw, how)
+    llm = load(options, group)
+    outcome = batchfile.answer_file(llm, source, output, params(options), options.raw, how, everyone)
     done = f"{outcome.answered:,} lines answered, {outcome.failed:,} failed, {outcome.skipped:,} skipped"
     print(f"{done}: {output}", file=sys.stderr)
     return 130 if outcome.interrupted else 1 if outcome.failed else 0
@@ -253,7 +301,8 @@ def cut_to_context(options: argparse.Namespace, model: str) -> None:
         options.max_tokens = None
 
 
-def load(options: argparse.Namespace) -> Any:
+def load(options: argparse.Namespace, group: Any) -> Any:
+    """The LLM that the options describe, computed by a group of processes."""
     from nanobeacon import LLM
 
     model = DEFAULT_MODEL if options.model is None else options.model
@@ -271,6 +320,7 @@ def load(options: argparse.Namespace) -> Any:
         progress=sys.stderr.isatty(),
         trace=options.trace is not None,
         prefix_cache=not options.no_prefix_cache,
+        group=group,
         **chosen,
     )
 
@@ -376,18 +426,18 @@ def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
     if options.trace is not None and not errors:
         records = [record(llm, requests[0], options)]
         if options.compare is not None and not interrupted:
-            records.append(compared(prompt, options))
-        write_page(records, options.trace)
+            records.append(compared(prompt, options, llm.engine.group))
+        llm.engine.group.by_first(lambda: write_page(records, options.trace))
     return 130 if interrupted else 1 if errors else 0
 
 
-def compared(prompt: Any, options: argparse.Namespace) -> dict[str, Any]:
+def compared(prompt: Any, options: argparse.Namespace, group: Any) -> dict[str, Any]:
     """The same prompt under the policy of --compare, silently; what the page shows of it."""
     changes: dict[str, Any] = {"policy": options.compare}
     if options.compare == "full":
         changes |= {"budget": None, "window": None, "beacons": None, "recents": None, "protect": "prompt"}
     second = argparse.Namespace(**vars(options) | changes)
-    llm = load(second)
+    llm = load(second, group)
     requests = llm.submit([prompt], params(second))
     for _ in llm.run(requests):
         pass
@@ -474,7 +524,30 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
+def serve(options: argparse.Namespace, everyone: Any, group: Any) -> int:
+    """Do what the options ask for; returns the exit status."""
+    if options.prompts_file is not None:
+        return answer_prompts_file(options, everyone, group)
+    if options.chat:
+        return converse(load(options, group), options)
+    text = everyone.by_first(lambda: read_prompt(options))  # standard input can be read once
+    if text is None:
+        if options.model is None:
+            if everyone.size > 1:
+                raise ValueError("--model is needed, or a prompt: the demonstration is for one process")
+            return demonstrate(options)
+        tell(f"No prompt given; a built-in example is used:\n{EXAMPLE}\n")
+        text = EXAMPLE
+    return complete(load(options, group), text, options)
+
+
 def main(arguments: list[str] | None = None) -> int:
+    with first_process_speaks():
+        return run(arguments)
+
+
+def run(arguments: list[str] | None) -> int:
+    """The program; returns its exit status."""
     open_streams()
     options = parser().parse_args(arguments)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # which nothing here needs
@@ -483,18 +556,11 @@ def main(arguments: list[str] | None = None) -> int:
         params(options)  # what is wrong with them is said before a model is loaded
         check_page(options)
         check_batch(options)
-        if options.prompts_file is not None:
-            return answer_prompts_file(options)
         if options.chat and (options.n != 1 or options.raw):
             raise ValueError("--chat: a conversation has one answer a turn, through the chat template")
-        text = None if options.chat else read_prompt(options)
-        if text is None and not options.chat:
-            if options.model is None:
-                return demonstrate(options)
-            tell(f"No prompt given; a built-in example is used:\n{EXAMPLE}\n")
-            text = EXAMPLE
-        llm = load(options)
-        return converse(llm, options) if options.chat else complete(llm, text, options)
+        with processes(options) as (everyone, group):
+            check_processes(options, everyone, group)
+            return serve(options, everyone, group)
     except ValueError as error:
         print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -7,6 +7,9 @@ An input line holds `prompt` (a text or token ids) or `messages`, maybe an `id`,
 SamplingParams, which win over those of the call. An output line holds the `line` number of its prompt, its
 `id` where it has one, and either `completions` or `error`. Output lines come in the order in which requests
 end.
+
+Several groups of processes may share one file: each has an LLM and its own lines, and the first process of
+each appends to the same output.
 """
 
 import json
@@ -20,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .llm import LLM, output_of
+from .parallel import Group
 from .policies import check
 from .request import Request, SamplingParams
 
@@ -55,31 +59,51 @@ class Outcome:
 
 def answer_file(
     llm: LLM, source: Path, output: Path, params: SamplingParams, raw: bool = False,
-    chat_options: dict[str, Any] | None = None,
+    chat_options: dict[str, Any] | None = None, everyone: Group | None = None,
 ) -> Outcome:  # fmt: skip
     """Answer every line of `source` that `output` does not hold yet, and append the answers there.
 
     raw: no chat template for `prompt`. chat_options: further arguments of `LLM.chat_prompt`. Ctrl-C ends the
     run and keeps what has ended. ValueError where a file cannot be read or written as a whole; what is wrong
     with a line becomes the `error` of its output line.
+
+    everyone: all processes that answer this file, of which each `llm.engine.group` takes its share of the
+    lines; None: that group alone. All get the outcome of the whole file. ConnectionError where one is gone.
     """
+    group = llm.engine.group
+    everyone = everyone or group
     lines = read_lines(source)
     check(not _same_file(source, output), "output", str(output), "another file than the prompts' is possible")
-    held = prepare_output(output)
+    held = everyone.by_first(lambda: prepare_output(output))
     todo = [line for line in lines if line.key not in held]
     skipped = len(lines) - len(todo)
     if skipped:
         print(f"{output} holds {skipped:,} of {len(lines):,} lines already: skipped", file=sys.stderr)
-    with _opened(output) as out:
+    mine = _share(todo, everyone.rank // group.size, everyone.size // group.size)
+    with _opened(output if group.rank == 0 else Path(os.devnull)) as out:
         run = _Run(llm, out, raw, chat_options or {})
         interrupted = False
         try:
-            run.answer(todo, params)
+            run.answer(mine, params)
         except KeyboardInterrupt:
             interrupted = True
+            if everyone.size > 1:
+                raise  # the others wait for this process, and end when it is gone
         finally:
             run.abort()
-    return Outcome(run.answered, run.failed, skipped, interrupted)
+    counts = everyone.collect((run.answered, run.failed))[:: group.size]
+    answered = sum(answered for answered, _ in counts)
+    failed = sum(failed for _, failed in counts)
+    return Outcome(answered, failed, skipped, interrupted)
+
+
+def _share(lines: list[Line], number: int, groups: int) -> list[Line]:
+    """The lines of one of several groups: dealt out in turn, the longest first, so that all have about as
+    much to read. One group has all of them, as they come."""
+    if groups == 1:
+        return lines
+    longest_first = sorted(lines, key=lambda line: len(str(line.content)), reverse=True)
+    return longest_first[number::groups]
 
 
 class _Run:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PATIENCE = 300.0  # seconds that members of a model wait for each other
+PATIENCE = 300.0  # seconds that members of a model wait for each other, of which each step asks
+A_DAY = 24 * 3600.0  # … and that all processes do, of which some may have longer to work than others
 T = TypeVar("T")
 
 
@@ -87,7 +88,8 @@ class Group:
         divide this one."""
         if size < 1 or self.size % size:
             possible = [n for n in range(1, self.size + 1) if self.size % n == 0]
-            raise ValueError(f"tensor_parallel is {size}; with {self.size} processes it can be {possible}")
+            reached = f"with {self.size} processes it can be {possible}; torchrun starts more"
+            raise ValueError(f"tensor_parallel is {size}; {reached}")
         if size == 1:
             return Group()
         handle = None
@@ -156,12 +158,13 @@ class Heads:
 
 
 @contextmanager
-def join(device_type: str = "cpu", timeout: float = PATIENCE, name: str = "") -> Iterator[Group]:
+def join(device_type: str = "cpu", timeout: float = A_DAY, name: str = "") -> Iterator[Group]:
     """The group of all processes that torchrun started, on one machine or several; left again at the end.
 
     device_type: "cuda" (NCCL; this process's current GPU becomes the one of its local rank) or "cpu" (gloo).
-    timeout: seconds that a member waits for the others before it gives up with an error. name: tells groups
-    apart that the same torchrun has at a time. Small objects always travel by gloo.
+    timeout: seconds that a member waits for one that does not answer; with gloo one that has died is noticed
+    at once. Small objects always travel by gloo. name: tells groups apart that the same torchrun has at a
+    time.
     Without torchrun: the group of one. ValueError where a machine has more processes than GPUs."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -179,7 +182,7 @@ def join(device_type: str = "cpu", timeout: float = PATIENCE, name: str = "") ->
         torch.cuda.set_device(local_rank)
     patience = timedelta(seconds=timeout)
     with _told_by_name():
-        store, rank, size = next(dist.rendezvous("env://", timeout=patience))
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
         dist.init_process_group(
             backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=patience
         )
