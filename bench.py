@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from generate import Parser
+from generate import Parser, spoken_once
 
 COMMANDS = {
     "throughput": "tokens/s, time per step and memory; --vs transformers, --table4, --max-batch",
@@ -194,6 +194,7 @@ def record(options: Namespace) -> dict[str, Any]:
 
     from nanobeacon import __version__
     from nanobeacon.measure.common import proc, proc_bytes
+    from nanobeacon.parallel import launched
 
     versions = {"nanobeacon": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "safetensors", "transformers", "kvpress"):
@@ -208,7 +209,8 @@ def record(options: Namespace) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"versions": versions, "machine": machine, "threads": options.threads, "date": date}
+    found = {"versions": versions, "machine": machine, "threads": options.threads, "date": date}
+    return found | {"processes": launched()}
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -219,6 +221,8 @@ def heading(result: dict[str, Any]) -> str:
     threads = f"{result['threads']} thread{'s' * (result['threads'] > 1)}"
     cpu = f"{machine['cpu']} ({machine['cpu_capability']}), {threads}"
     place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else cpu
+    if result.get("processes", 1) > 1:
+        place = f"{result['processes']} processes on {place}, bytes of the first"
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
     model = f"{model_name(result['model'])} " if result.get("model") else ""
     return f"{result['bench']}: {model}on {place}; {packages}; {result['date'][:10]}"
@@ -324,9 +328,22 @@ def discard_output() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
+    return spoken_once(lambda: run(sys.argv[1:] if arguments is None else arguments))
+
+
+def check_processes(command: str) -> None:
+    """Most measurements are one process's."""
+    from nanobeacon.parallel import launched
+
+    if launched() > 1 and command != "throughput":
+        raise ValueError(f"{command} needs one process; under torchrun throughput is possible")
+
+
+def run(arguments: list[str]) -> int:
+    """The program; returns its exit status."""
     try:
         command = command_of(arguments)
+        check_processes(command)
         if command == "tour":
             options, report = tour(arguments[1:])
         else:

@@ -12,8 +12,10 @@ import logging
 import os
 import sys
 import threading
+import time
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from nanobeacon.policies import POLICIES
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEMONSTRATION = ("budget", "threads", "trace", "compare")
+LAST_WORDS = 5.0  # seconds that the first of several processes gets to say why it ends
 PATIENCE = 1.0  # seconds that standard input may take without a word about it
 EXAMPLE = (
     "A baker fills 17 trays with 164 rolls: a small tray holds 8, a large one 12. The oven takes 4 trays at "
@@ -108,14 +111,23 @@ def parser() -> Parser:
     return p
 
 
-@contextmanager
-def first_process_speaks() -> Iterator[None]:
-    """Of the processes that torchrun starts only the first prints; the others have the same to say."""
+def spoken_once(program: Callable[[], int]) -> int:
+    """Run a program; its exit status. Of the processes that torchrun starts only the first prints: the others
+    have the same to say, unless they crash.
+
+    Where one fails torchrun ends all, so one that is silent lets the first speak out."""
     if os.environ.get("RANK", "0") == "0":
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
+        return program()
+    status = 1
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            status = program()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        if status != 0:
+            time.sleep(LAST_WORDS)
+    return status
 
 
 @contextmanager
@@ -542,8 +554,7 @@ def serve(options: argparse.Namespace, everyone: Any, group: Any) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    with first_process_speaks():
-        return run(arguments)
+    return spoken_once(lambda: run(arguments))
 
 
 def run(arguments: list[str] | None) -> int:

@@ -157,17 +157,21 @@ class Heads:
         return members.narrow(dim, self.first * each, each)
 
 
+def launched() -> int:
+    """Processes that torchrun has started, on all machines; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextmanager
-def join(device_type: str = "cpu", timeout: float = A_DAY, name: str = "") -> Iterator[Group]:
+def join(device_type: str = "cpu", timeout: float = A_DAY) -> Iterator[Group]:
     """The group of all processes that torchrun started, on one machine or several; left again at the end.
 
     device_type: "cuda" (NCCL; this process's current GPU becomes the one of its local rank) or "cpu" (gloo).
     timeout: seconds that a member waits for one that does not answer; with gloo one that has died is noticed
-    at once. Small objects always travel by gloo. name: tells groups apart that the same torchrun has at a
-    time.
+    at once. Small objects always travel by gloo. Processes that these have started may join in their place,
+    also into several groups one after the other, all in the same order.
     Without torchrun: the group of one. ValueError where a machine has more processes than GPUs."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    if launched() == 1:
         yield Group()
         return
     backend = "gloo"
@@ -183,9 +187,9 @@ def join(device_type: str = "cpu", timeout: float = A_DAY, name: str = "") -> It
     patience = timedelta(seconds=timeout)
     with _told_by_name():
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
-        dist.init_process_group(
-            backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=patience
-        )
+        nth = store.add(f"groups that rank {rank} has joined", 1)
+        store = dist.PrefixStore(f"group {nth}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     try:
         yield Group(rank, size, dist.group.WORLD)
     finally:

@@ -1,4 +1,4 @@
-"""generate.py under torchrun: one voice, lines of a file shared out, and what is left when a process dies."""
+"""Programs under torchrun: one voice, lines of a file dealt out, and what is left when a process dies."""
 
 import json
 import os
@@ -36,9 +36,9 @@ def file_run(folder, tmp_path):
     return options, tmp_path / "out.jsonl"
 
 
-def start(options):
+def start(options, program="generate.py"):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*TORCHRUN, "generate.py", *options]
+    command = [*TORCHRUN, program, *options]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
@@ -97,6 +97,24 @@ def test_two_processes_share_out_what_a_file_lacks(file_run):
     assert process.returncode == 0, said
     assert "2 lines answered, 0 failed, 2 skipped" in said
     assert by_line(output) == alone
+
+
+def test_throughput_is_measured_on_all_processes_of_torchrun(folder):
+    options = ["throughput", "--model", str(folder), "--dtype", "float32", "--batch", "2", "--repeats", "1"]
+    options += ["--prompt-length", "8", "--output-length", "50", "--budgets", "40", "--policies", "beacon"]
+    process = start(options, "bench.py")
+    printed, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert printed.count("2 processes on") == 1
+    result = json.loads(printed.splitlines()[-1])
+    assert result["processes"] == 2
+    (row,) = result["rows"]
+    assert row["evictions"][0] > 0
+    # Two requests of 8 + 40 cached tokens, in two layers with one of the two KV heads: key, value, position
+    pages = 2 * 3
+    layers = 2
+    heads = 1
+    assert row["kv_bytes"] == [pages * 16 * layers * heads * (2 * 16 * 4 + 4)]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ is compared. A `job` holds a subcommand's options, settled: model (a folder), de
 """
 
 import inspect
+import logging
 import random
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata, util
 from itertools import islice
@@ -20,6 +21,7 @@ import torch
 
 from nanobeacon import LLM, SamplingParams
 from nanobeacon.config import read_config
+from nanobeacon.parallel import join
 from nanobeacon.policies import settle
 
 from .common import Worker, free_memory, peak_memory
@@ -136,6 +138,8 @@ class Subject:
 
 
 class Nanobeacon(Subject):
+    """The engine; under torchrun every process has its own worker, and these compute one model together."""
+
     def _load(self) -> None:
         job, budget = self.job, self.system.budget
         pages = job.batch * (pages_of(job, budget) + 1)  # so much for every seat: each grows as one run
@@ -144,7 +148,11 @@ class Nanobeacon(Subject):
         graphs = not job.no_cuda_graphs
         eviction = {"policy": self.system.policy, "budget": budget}
         eviction["prefix_cache"] = self.system.prefix_cache
-        self.llm = LLM(job.model, cuda_graphs=graphs, **place, **sizes, **eviction)
+        self._joined = ExitStack()  # for as long as the worker lives
+        group = self._joined.enter_context(join(torch.device(job.device).type))
+        if group.rank > 0:  # the first one says the same
+            logging.getLogger("nanobeacon").setLevel(logging.ERROR)
+        self.llm = LLM(job.model, cuda_graphs=graphs, group=group, **place, **sizes, **eviction)
 
     def _steps(self, prompts: list[list[int]], output_length: int) -> Iterator[Step]:
         params = SamplingParams(max_tokens=output_length, temperature=0.0, ignore_eos=True)

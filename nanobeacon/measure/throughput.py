@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanobeacon.config import read_config
+from nanobeacon.parallel import launched
 from nanobeacon.policies import settle
 
 from . import GENERATED, TABLE_4, plots
@@ -44,6 +45,8 @@ def add_arguments(p: ArgumentParser) -> None:
 
 def run(options: Namespace) -> dict[str, Any]:
     """One row for each system and batch. ValueError for whatever cannot be measured."""
+    if launched() > 1:
+        refuse(options, ("vs", "max_batch", "plot", "output"), "this needs one process, without torchrun")
     if options.table4:
         if options.shared_prefix:
             raise ValueError("--shared-prefix: Table 4's prompts have nothing in common")
