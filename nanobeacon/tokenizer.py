@@ -4,7 +4,6 @@ Knows nothing of requests, models or torch. tokenizer.json alone decides how tex
 tokens plain text gets; tokenizer_config.json names special tokens, may hold the chat template, and may know
 added tokens that tokenizer.json lacks, as added_tokens.json may: fine-tunes often keep the base's file."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from jinja2 import Template
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from .config import read_json
 from .messages import (
     is_parts,
     part_texts,
@@ -57,13 +57,25 @@ class Tokenizer:
             return None
         if "tokenizer.json" not in found:
             raise ValueError(f"{folder}: tokenizer.json is needed, there is only {', '.join(found)}")
+        # 1. Each file for itself.
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{path} cannot be read: it is no file")  # a pipe would be waited for
         try:
-            backend = Backend.from_file(str(folder / "tokenizer.json"))
-            settings = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing more precise
+            raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
+        path = folder / "tokenizer_config.json"
+        settings = read_json(folder / "special_tokens_map.json", optional=True)
+        settings |= read_json(path, optional=True)
+        # 2. What the settings say of tokens and templates.
+        try:
             _add_tokens(backend, _added_tokens(folder, settings))
             return cls(backend, settings, _chat_template(folder, settings))
-        except Exception as error:  # tokenizers raises nothing more precise
-            raise ValueError(f"{folder}: the tokenizer files cannot be read: {error}") from error
+        except Exception as error:  # whatever a wrong value leads to
+            raise ValueError(
+                f"{path} or a file beside it has a value that fits nowhere: {error!r}"
+            ) from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids, with what tokenizer.json adds to plain text or without it: a template writes its own BOS."""
@@ -271,15 +283,14 @@ def _chat_template(folder: Path, settings: dict) -> str | None:
     """The template's text, from whichever file has it; of several named ones the default."""
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
+    template = settings.get("chat_template")
+    if not template:
+        template = read_json(folder / "chat_template.json", optional=True).get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not isinstance(template, str | None):
+        raise ValueError(f"chat_template is {template!r:.80}; it must be a text")
     return template
-
-
-def _json(path: Path) -> dict:
-    """A JSON file of the folder; empty where there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _added_tokens(folder: Path, settings: dict) -> dict[int, AddedToken]:
@@ -288,7 +299,7 @@ def _added_tokens(folder: Path, settings: dict) -> dict[int, AddedToken]:
     named = [*listed, *(value for name, value in settings.items() if name.endswith("_token"))]
     special = {value["content"] if isinstance(value, dict) else value for value in named}
     tokens = {}
-    for text, token_id in _json(folder / "added_tokens.json").items():
+    for text, token_id in read_json(folder / "added_tokens.json", optional=True).items():
         tokens[token_id] = AddedToken(text, special=text in special, normalized=text not in special)
     for token_id, entry in (settings.get("added_tokens_decoder") or {}).items():
         flags = {flag: entry[flag] for flag in ADDED_TOKEN_FLAGS if flag in entry}
