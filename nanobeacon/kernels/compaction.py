@@ -30,14 +30,19 @@ def compact_kernel(
         i = tile + tl.arange(0, TILE)
         inside = i < kept
         mask = inside[:, None] & (dim < D)
+        # 1. Where the tile's slots lie, and where they go.
         slot = tl.load(keep + program * kept + i, mask=inside, other=0)
-        source = base + tl.load(page_table + slot // P, mask=inside, other=0).to(tl.int64) * P + slot % P
+        page = tl.load(page_table + slot // P, mask=inside, other=0).to(tl.int64)
+        source = base + page * P + slot % P
         slot = first_target + i
-        target = base + tl.load(page_table + slot // P, mask=inside, other=0).to(tl.int64) * P + slot % P
+        page = tl.load(page_table + slot // P, mask=inside, other=0).to(tl.int64)
+        target = base + page * P + slot % P
+        # 2. The whole tile is read …
         key = tl.load(keys + source[:, None] * D + dim, mask=mask)
         value = tl.load(values + source[:, None] * D + dim, mask=mask)
         position = tl.load(positions + source, mask=inside)
         tl.debug_barrier()
+        # 3. … before any of it is written.
         tl.store(keys + target[:, None] * D + dim, key, mask=mask)
         tl.store(values + target[:, None] * D + dim, value, mask=mask)
         tl.store(positions + target, position, mask=inside)
@@ -49,7 +54,8 @@ def compact(
 ) -> None:
     """As `reference.compact`."""
     layers, num_kv_heads, pages, page_size, head_dim = keys.shape
-    heads, dims = layers * num_kv_heads, triton.next_power_of_2(head_dim)
+    heads = layers * num_kv_heads
+    dims = triton.next_power_of_2(head_dim)
     compact_kernel[(len(keep) * heads,)](
         keys, values, positions, page_table, keep, start, page_table.stride(0), pages * page_size,
         keep.shape[-1], heads, D=head_dim, DIMS=dims, P=page_size, TILE=min(64, 4096 // dims), num_warps=4,

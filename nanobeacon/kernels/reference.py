@@ -51,21 +51,31 @@ def store(
     buffer: Tensor | None = None, buffer_rows: Tensor | None = None, buffer_slots: Tensor | None = None,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Norm (where the family has one) and rotation of q and k; k and v into their slots, unrotated q into the
-    query buffer; returns q [T, H, D]. qkv [T, H + 2K, D]; cos, sin float32 [T, D/2]; slots int64 [T]; keys,
-    values [K, pages, P, D] of one layer; buffer [rows, H, C, D] of one layer (any strides), its row and slot
-    of each token int64 [T]; q_norm, k_norm [D] and eps float32 [1], as `rms_norm` takes them."""
-    num_kv_heads, head_dim = keys.shape[0], keys.shape[-1]
+    """Norm (where the family has one) and rotation of q and k; k and v into their slots, unrotated q
+    into the query buffer; returns q [T, H, D], rotated.
+
+    qkv [T, H + 2K, D]; cos, sin float32 [T, D/2]; slots int64 [T]; keys, values [K, pages, P, D] of one
+    layer; buffer [rows, H, C, D] of one layer (any strides), its row and slot of each token int64 [T];
+    q_norm, k_norm [D] and eps float32 [1], as `rms_norm` takes them.
+    """
+    num_kv_heads = keys.shape[0]
+    head_dim = keys.shape[-1]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
-    turning, new_values = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+    # 1. q and k are normed, head by head.
+    turning = qkv[:, :-num_kv_heads]
     if q_norm is not None:
         scale = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
         turning = rms_norm(turning, scale, eps)
+    # 2. The query buffer holds queries as they are before rotation: an eviction rotates them anew.
     if buffer is not None:
         buffer[buffer_rows, :, buffer_slots] = turning[:, :num_heads].to(buffer.dtype)
+    # 3. Rotated keys and plain values go to their slots.
     rotated = rotate(turning, cos.unsqueeze(1), sin.unsqueeze(1))
-    for cache, new in ((keys, rotated[:, num_heads:]), (values, new_values)):
-        cache.view(num_kv_heads, -1, head_dim).index_copy_(1, slots, new.transpose(0, 1).to(cache.dtype))
+    new_keys = rotated[:, num_heads:]
+    new_values = qkv[:, -num_kv_heads:]
+    for cache, new in ((keys, new_keys), (values, new_values)):
+        flat = cache.view(num_kv_heads, -1, head_dim)
+        flat.index_copy_(1, slots, new.transpose(0, 1).to(cache.dtype))
     return rotated[:, :num_heads]
 
 
@@ -74,19 +84,27 @@ def paged_attention(
     max_query_length: int, max_cached_length: int, scale: float, runs: list[int | None] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of each request's queries over its own slots, causal by slot order; returns [T, H, D].
+
     q [T, H, D]; keys, values [K, pages, P, D] of q's dtype, or bf16 beside a float32 q; page_table int32
     [R, pages of the longest]; cached_lengths int32 [R], this step's tokens included; cu_seqlens int32
-    [R + 1]. Query i of n sees the slots below cached_length - n + i + 1. `runs`: first slots of the requests
-    whose pages are one run, read as a view."""
+    [R + 1]. Query i of n sees the slots below cached_length - n + i + 1. `runs`: first slots of the
+    requests whose pages are one run, read as a view.
+    """
     lengths = cached_lengths.tolist()
-    runs = runs if runs is not None else [None] * len(page_table)
+    if runs is None:
+        runs = [None] * len(page_table)
+    # 1. A decode batch of equal lengths in evenly spaced runs: one product for all.
     if max_query_length == 1 and _evenly_spaced(runs) and min(lengths) == max(lengths):
         return _attend_alike(q, keys, values, runs, lengths[0], scale)
-    borders, outputs = cu_seqlens.tolist(), []
+    # 2. Everything else: one request after the other.
+    borders = cu_seqlens.tolist()
+    outputs = []
     for r, length in enumerate(lengths):
-        if borders[r] < borders[r + 1]:
-            k, v = (_slots_of(cache, page_table[r], length, runs[r]) for cache in (keys, values))
-            outputs.append(_attend(q[borders[r] : borders[r + 1]], k, v, scale))
+        own = q[borders[r] : borders[r + 1]]
+        if len(own):
+            k = _slots_of(keys, page_table[r], length, runs[r])
+            v = _slots_of(values, page_table[r], length, runs[r])
+            outputs.append(_attend(own, k, v, scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -99,11 +117,15 @@ def _evenly_spaced(runs: list[int | None]) -> bool:
 
 
 def _attend_alike(q: Tensor, keys: Tensor, values: Tensor, runs: list, length: int, scale: float) -> Tensor:
-    """One query each for requests of one length in evenly spaced runs: one strided view, one product."""
-    (count, _, head_dim), num_kv_heads = q.shape, len(keys)
-    distance = runs[1] - runs[0] if count > 1 else length
+    """One query each for requests of one length in evenly spaced runs: one strided view, one product.
+
+    Shapes as in `paged_attention`, with T = R and no run missing."""
+    count, _, head_dim = q.shape
+    num_kv_heads = len(keys)
+    distance = runs[1] - runs[0] if count > 1 else length  # slots from one request's first to the next's
+    size = (count, num_kv_heads, length, head_dim)
     stride = (distance * head_dim, keys.stride(0), head_dim, 1)
-    size, first = (count, num_kv_heads, length, head_dim), runs[0] * head_dim
+    first = runs[0] * head_dim
     k = keys.as_strided(size, stride, keys.storage_offset() + first)
     v = values.as_strided(size, stride, values.storage_offset() + first)
     return _attend_once(q, k, v, scale)
@@ -124,22 +146,35 @@ def _slots_of(cache: Tensor, pages: Tensor, length: int, first: int | None) -> T
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [n, H, D] over k, v [K, S, D], the last query sees all S slots."""
-    (count, num_heads, _), (num_kv_heads, length, _) = q.shape, k.shape
+    """q [n, H, D] over k, v [K, S, D] -> [n, H, D]; the last query sees all S slots."""
+    count, num_heads, _ = q.shape
+    num_kv_heads, length, _ = k.shape
     if count == 1:
         return _attend_once(q, k[None], v[None], scale)
-    heads_first, mask = (x[None].to(q.dtype) for x in (q.transpose(0, 1), k, v)), None
+    # torch's own causal mask puts the first query at the first slot; ours stand at the end.
+    mask = None
     if count < length:
         mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
-    how = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": num_heads != num_kv_heads}
-    out = F.scaled_dot_product_attention(*heads_first, scale=scale, **how)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k[None].to(q.dtype),
+        v[None].to(q.dtype),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=num_heads != num_kv_heads,
+        scale=scale,
+    )
     return out[0].transpose(0, 1)
 
 
 def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
-    """Farthest point sampling on cosine similarity (METHOD.md): int64 [B, m] picks in pick order.
-    queries [B, N, D] of any float dtype; counts int32 [B] valid rows; counts <= m: the picks are 0 … m-1.
-    A pick is the lowest index within TIE of the minimum; a zero query has cosine 0 to all; all in float32."""
+    """Farthest point sampling on cosine similarity (METHOD.md, "Query buffer"): int64 [B, m] picks in
+    pick order.
+
+    queries [B, N, D] of any float dtype; counts int32 [B] valid rows; counts <= m: the picks are
+    0 … m-1. A pick is the lowest index within TIE of the minimum; a zero query has cosine 0 to all; all
+    in float32.
+    """
     batch, n, _ = queries.shape
     identity = torch.arange(m, device=queries.device).expand(batch, m)
     if n <= m or m == 0:
@@ -148,18 +183,21 @@ def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
     held = queries.float()
     if not valid.all():  # rows past the count may hold anything, NaN too: replaced, not multiplied away
         held = held.masked_fill(~valid[..., None], 0)
-    sums, towards = _cosines(held)
+    sums, cosines_to = _cosines(held)
 
     def lowest(values: Tensor) -> Tensor:
         """The first index within TIE of the minimum, [...]."""
         return (values <= values.amin(-1, keepdim=True) + TIE).int().argmax(-1)
 
+    # 1. The first pick is the query whose mean similarity to all is smallest.
     mean = sums / counts.clamp(min=1)[:, None]
     picks = [lowest(mean.masked_fill(~valid, torch.inf))]
     nearest = torch.where(valid, -torch.inf, torch.inf)
     for _ in range(m - 1):
-        nearest = nearest.maximum(towards(picks[-1]))
+        # 2. Every query remembers its similarity to the nearest pick.
+        nearest = nearest.maximum(cosines_to(picks[-1]))
         nearest.scatter_(1, picks[-1][:, None], torch.inf)  # picked once, never again
+        # 3. The next is the one that the picks represent worst.
         picks.append(lowest(nearest))
     return torch.where(counts[:, None] <= m, identity, torch.stack(picks, 1))
 
@@ -167,22 +205,27 @@ def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
 def _cosines(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Of the rows of each x [B, N, D]: sums of their cosines to all rows [B, N]; and pick [B] -> [B, N],
     their cosines to the picked row."""
-    (batch, n, _), norms = x.shape, x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-    first = torch.arange(batch, device=x.device) * n
+    batch, n, _ = x.shape
+    norms = x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    first = torch.arange(batch, device=x.device) * n  # of each x, in the rows of all
     if n <= 64:  # all with all at once is cheaper than one product for each pick
         gram = (x @ x.transpose(1, 2)).div_(norms).div_(norms.transpose(1, 2))
         return gram.sum(1), lambda pick: gram.flatten(0, 1).index_select(0, first + pick)
     unit = x / norms
     rows = unit.flatten(0, 1)
-    return (unit @ unit.sum(1)[..., None])[..., 0], lambda pick: (unit @ rows[first + pick, :, None])[..., 0]
+    sums = (unit @ unit.sum(1)[..., None])[..., 0]
+    return sums, lambda pick: (unit @ rows[first + pick, :, None])[..., 0]
 
 
 def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: int) -> None:
     """Reduce the given buffer rows to m queries a head by fps, in place, their positions along with them.
+
     buffer [rows, L, H, C, D], positions int32 [rows, L, H, C]; rows [B], integers, and counts int32 [B].
     Slots 0 … m-1 then hold the picks in pick order (all rows, in order, where counts <= m), the others
-    nothing."""
-    held, held_positions = buffer[rows], positions[rows]
+    nothing.
+    """
+    held = buffer[rows]
+    held_positions = positions[rows]
     batch, layers, heads, capacity, head_dim = held.shape
     counts = counts.repeat_interleave(layers * heads)
     picks = fps(held.view(-1, capacity, head_dim), counts, m).view(batch, layers, heads, m)
@@ -264,20 +307,28 @@ def _pooled_weights(
     """q [L, H, N, D], q_at [L, H, N], k [L, K, S, D], k_at [L, K, S] -> [L, K, S], as `scores` says."""
     layers, num_kv_heads, length, head_dim = k.shape
     q_at = q_at.reshape(layers, num_kv_heads, -1, q.shape[2])
+    # 1. Logits [L, K, G, N, S] of every query and slot.
     s = (q.float() * scale).view(layers, num_kv_heads, -1, head_dim) @ k.float().transpose(2, 3)
     s = s.view(*q_at.shape, length)
-    newer = (k_at > q_at.min()).flatten(0, 1).any(0)  # most slots are older than every query: no mask there
+    # 2. A query sees no newer key. Most slots are older than every query and need no mask.
+    newer = (k_at > q_at.min()).flatten(0, 1).any(0)
     first = int(newer.int().argmax()) if newer.any() else length
     s[..., first:].masked_fill_(k_at[:, :, None, None, first:] > q_at[..., None], -torch.inf)
+    # 3. SnapKV's kind pools the heads here, before the softmax.
     if group == "logits":
-        s, q_at = s.amax(2, keepdim=True), q_at.amax(2, keepdim=True)
+        s = s.amax(2, keepdim=True)
+        q_at = q_at.amax(2, keepdim=True)
+    # 4. Softmax over the slots, as a logarithm where only its order counts; who sees nothing says nothing.
     sees_nothing = q_at < k_at.amin(-1)[..., None, None]
     s = s.log_softmax(-1) if pool == "max" else s.softmax(-1)
-    if sees_nothing.any():  # such a query says nothing
+    if sees_nothing.any():
         s.masked_fill_(sees_nothing[..., None], -torch.inf if pool == "max" else 0)
+    # 5. The queries of a head together: [L, K, G, S].
     s = s.amax(3) if pool == "max" else s.sum(3)
     if pool == "mean":
-        s = s / (q_at >= 0).sum(-1).clamp(min=1)[..., None]
+        num_queries = (q_at >= 0).sum(-1)
+        s = s / num_queries.clamp(min=1)[..., None]
+    # 6. The heads of a KV head, or of the layer, together: [L, K, S].
     if group == "layer":
         return s.mean((1, 2), keepdim=True)[:, :, 0].expand(-1, num_kv_heads, -1)
     if group == "mean":
@@ -286,11 +337,12 @@ def _pooled_weights(
 
 
 def redundancy(keys: Tensor, page_table: Tensor, domains: Tensor, max_cached_length: int) -> Tensor:
-    """R-KV's redundancy of keys (METHOD.md, "Policies").
-    Returns float32 [B, L, K, max_cached_length], 0 outside the domain.
-    Cosine similarity of the rotated keys of one KV head, diagonal 0; in each row the most recent neighbour
-    above 0.5 is set to 0; mean over the rows for each column; softmax over the domain. Rows are taken in
-    blocks, so that no S x S matrix is held whole."""
+    """R-KV's redundancy of keys (METHOD.md, "Policies"): float32 [B, L, K, max_cached_length], 0 outside
+    the domain.
+
+    keys [L, K, pages, P, D]; page_table int32 [B, pages]; domains int32 [B, 2], slots [start, end). Rows
+    are taken in blocks, so that no S x S matrix is held whole.
+    """
     layers, num_kv_heads = keys.shape[:2]
     out = torch.zeros(len(domains), layers, num_kv_heads, max_cached_length, device=keys.device)
     for b, (start, end) in enumerate(domains.tolist()):
@@ -298,14 +350,18 @@ def redundancy(keys: Tensor, page_table: Tensor, domains: Tensor, max_cached_len
         index = torch.arange(n, device=keys.device)
         block = max(1, SCRATCH // (16 * num_kv_heads * max(n, 1)))
         for layer in range(layers):
-            unit = F.normalize(_slots_of(keys[layer], page_table[b], end, None)[:, start:].float(), dim=-1)
+            own = _slots_of(keys[layer], page_table[b], end, None)[:, start:]
+            unit = F.normalize(own.float(), dim=-1)
             total = torch.zeros(num_kv_heads, n, device=keys.device)
             for a in range(0, n, block):
+                # 1. Cosine similarity of the rotated keys of one KV head; none to itself.
                 similar = unit[:, a : a + block] @ unit.transpose(1, 2)
                 rows = index[a : a + block]
                 similar[:, rows - a, rows] = 0
+                # 2. In each row the newest neighbour above 0.5 does not count.
                 newest = torch.where(similar > 0.5, index, -1).amax(-1, keepdim=True)
                 total += similar.masked_fill_(index == newest, 0).sum(1)
+            # 3. The mean over the rows for each column, then a softmax over the domain.
             out[b, layer, :, start:end] = (total / max(n, 1)).softmax(-1)
     return out
 
@@ -313,15 +369,20 @@ def redundancy(keys: Tensor, page_table: Tensor, domains: Tensor, max_cached_len
 def compact(
     keys: Tensor, values: Tensor, positions: Tensor, page_table: Tensor, keep: Tensor, start: Tensor
 ) -> None:
-    """Move the kept slots together, in place, in every layer and KV head of the given requests.
+    """Move the kept slots together, in place, in every layer and KV head of the given requests (METHOD.md,
+    "Eviction", step 4).
+
     keys, values [L, K, pages, P, D], positions [L, K, pages, P]; page_table int32 [B, pages]; start int32
-    [B]; keep int32 [B, L, K, M]: slots, ascending, keep[..., i] >= start + i, which moves to start + i."""
+    [B]; keep int32 [B, L, K, M]: slots, ascending, keep[..., i] >= start + i, which moves to start + i.
+    """
     layers, num_kv_heads, pages, page_size, head_dim = keys.shape
     head = torch.arange(layers * num_kv_heads, device=keys.device)[:, None] * (pages * page_size)
     for b, table in enumerate(page_table.long()):
+        # 1. Slots of the request as flat slots of the whole tensor.
         source = keep[b].flatten(0, 1).long()
         target = (start[b] + torch.arange(keep.shape[-1], device=keys.device)).expand_as(source)
         slots = torch.stack((source, target))
         source, target = (head + table[slots // page_size] * page_size + slots % page_size).flatten(1)
+        # 2. The right side is a copy, so nothing is overwritten before it is read.
         for rows in (keys.view(-1, head_dim), values.view(-1, head_dim), positions.view(-1, 1)):
             rows[target] = rows[source]
