@@ -219,7 +219,7 @@ class Engine:
         given = [*prompt, *(request.forced or []), *request.params.token_ids_named]
         wrong = [t for t in given if type(t) is not int or not 0 <= t < vocab_size]
         if wrong:
-            return f"token id {wrong[0]!r:.80}: possible are whole numbers from 0 to {vocab_size - 1}"
+            return f"token id {_shown(wrong[0])}: possible are whole numbers from 0 to {vocab_size - 1}"
         if request.params.stop and self.tokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none; stop_token_ids work"
         left = self.max_model_len - len(prompt)
@@ -531,3 +531,10 @@ def _given_tokens(requests: list[Request]) -> dict[int, int]:
         if request.forced is not None:
             given[row] = request.forced[len(request.output_token_ids) + nth]
     return given
+
+
+def _shown(token_id: object) -> str:
+    """A wrong id for a message. Python refuses to print whole numbers of more than 4,300 digits."""
+    if isinstance(token_id, int) and token_id.bit_length() > 64:
+        return f"of {token_id.bit_length()} bits"
+    return f"{token_id!r:.80}"

@@ -3,9 +3,12 @@ on."""
 
 import json
 import re
+import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import text_folder, tiny_folder
 
@@ -230,6 +233,64 @@ def test_an_empty_prompt_is_the_bos_or_an_error(folder, tmp_path):
     without = tiny_folder(tmp_path, "qwen2", bos_token_id=None)
     bad, good = LLM(without, device="cpu").generate([[], [5]], params)
     assert "empty" in bad.error and good.finish_reason == "length"
+
+
+# Text of any kind: control characters, lone surrogates, private and unassigned characters.
+ANY_TEXT = st.text(st.characters(codec=None), max_size=30) | st.sampled_from(
+    [
+        "\ud800",
+        "a\udfffb",
+        "\x00" * 9,
+        "\x1b[2J\r\n",
+        "\u202e\u200b",
+        "\U0010ffff",
+        "<bos><eos><pad>",
+        "e\u0301" * 9,
+    ]
+)
+ANY_ID = (
+    st.integers(-3, 330) | st.integers() | st.sampled_from([2**63, -(2**63), 10**5000, None, "3", 1.0, True])
+)
+
+
+@pytest.fixture(scope="module")
+def small(folder):
+    return LLM(folder, device="cpu", num_pages=10, max_num_seqs=4)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60, database=None)
+@given(texts=st.lists(ANY_TEXT, min_size=1, max_size=3))
+def test_texts_of_any_kind_are_answered_or_refused_by_value(small, texts):
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    try:
+        outputs = small.generate(texts, params)
+    except ValueError as error:
+        assert "UTF-8" in str(error) and any("\ud800" <= c <= "\udfff" for text in texts for c in text)
+    else:
+        assert [len(o.token_ids) for o in outputs] == [2] * len(texts)
+        assert all(o.text.encode() is not None for o in outputs)
+    assert small.engine.pool.used_count == 0
+
+
+@settings(derandomize=True, deadline=None, max_examples=60, database=None)
+@given(prompt=st.lists(ANY_ID, min_size=1, max_size=4))
+def test_ids_of_any_kind_are_answered_or_refused_alone(small, prompt):
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    right = all(type(i) is int and 0 <= i < 320 for i in prompt)
+    good, asked = small.generate([[5], prompt], params)
+    assert good.finish_reason == "length"
+    assert asked.finish_reason == ("length" if right else "error")
+    assert right or "possible are whole numbers from 0 to 319" in asked.error
+
+
+@pytest.mark.parametrize("character", ["a", "字", "\x00 b"])
+def test_a_million_characters_are_refused_alone_and_soon(small, character):
+    began = time.monotonic()
+    text = (character * 1_000_000)[:1_000_000]
+    good, long = small.generate(["ab", text], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert good.finish_reason == "length"
+    assert long.finish_reason == "error" and "2048 together are possible" in long.error
+    assert time.monotonic() - began < 60  # about one second: far from for ever
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Memory that is counted before it is taken, and given back at once."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -154,3 +155,55 @@ def test_logits_of_given_outputs_are_held_a_few_rows_at_a_time(tmp_path, monkeyp
     assert most[0] > 5 >= most[1]
     for ours, theirs in zip(*scores, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that Python still knows, each storage once. No garbage is collected."""
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def test_two_engines_in_one_process_do_not_know_each_other(tmp_path):
+    """Step by step in turn, of other families, policies and dtypes: each answers as if it were alone."""
+    folders = [tiny_folder(tmp_path / "a", "qwen3"), tiny_folder(tmp_path / "b", "llama", seed=1)]
+    options = [dict(budget=48, window=8, dtype="float32"), dict(dtype="bfloat16", page_size=8)]
+    prompts = [prompt_of(30), prompt_of(7)]
+    params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, ignore_eos=True)
+    alone = [
+        [o.token_ids for o in LLM(folder, device="cpu", **more).generate(prompts, params)]
+        for folder, more in zip(folders, options, strict=True)
+    ]
+    llms = [LLM(folder, device="cpu", **more) for folder, more in zip(folders, options, strict=True)]
+    requests = [llm.submit(prompts, params) for llm in llms]
+    busy = True
+    while busy:
+        busy = any([llm.engine.step() is not None for llm in llms])
+    assert [[r.output_token_ids for r in some] for some in requests] == alone
+
+
+def test_fifty_engines_one_after_the_other_leave_nothing(tmp_path):
+    """Neither tensors nor open files, and without a garbage collection."""
+    folder = tiny_folder(tmp_path, "llama")
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+    def use_one(dtype: str) -> None:
+        LLM(folder, device="cpu", dtype=dtype, num_pages=8, budget=40, window=8).generate([[3, 4]], params)
+
+    def held() -> tuple[int, int]:
+        return live_bytes(), len(os.listdir("/proc/self/fd"))
+
+    for dtype in ("float32", "bfloat16", "float16"):
+        use_one(dtype)  # the first one warms up what is shared: imports, compiled operators
+    gc.collect()
+    gc.disable()
+    try:
+        before = held()
+        for number in range(50):
+            use_one(("float32", "bfloat16", "float16")[number % 3])
+        assert held() == before
+    finally:
+        gc.enable()
