@@ -31,13 +31,14 @@ def run(options: Namespace) -> dict[str, Any]:
     """One row for each batch, policy and budget, with the curves that it was read from."""
     if min(*options.batch, options.turn) < 1:
         raise ValueError(f"batch={options.batch}, turn={options.turn}: numbers of at least 1 are possible")
-    policies, rows = [policy for policy in options.policies if policy != "full"], []
+    policies = [policy for policy in options.policies if policy != "full"]
     if not policies:
         raise ValueError("policies=full: a policy that evicts is needed, to be compared with it")
     if max(options.budgets) >= options.output_length:
         said = f"budgets={max(options.budgets)}: {options.output_length} output tokens never reach it"
         raise ValueError(f"{said}; smaller ones or a longer --output-length are possible")
     systems = systems_of(["full", *policies], options.budgets, [])
+    rows = []
     for batch in options.batch:
         lengths, curves, reports = _curves(systems, changed(options, batch=batch))
         for system, seconds, report in list(zip(systems, curves, reports, strict=True))[1:]:
@@ -98,14 +99,17 @@ def _from_here_on(good: Sequence[bool], lengths: Sequence[int]) -> int | None:
 
 
 def table(result: dict[str, Any]) -> str:
-    head, lines = ["policy", "batch", "pays in total from", "per step from", "worst cost", "at length"], []
+    """A line for each batch, policy and budget."""
+    head = ["policy", "batch", "pays in total from", "per step from", "worst cost", "at length"]
+    head += ["speed-up over all", "KV MB", "full KV MB"]
+    lines = []
     for row in result["rows"]:
         never = f"not by {row['lengths'][-1]}"
         line = [row["label"], row["batch"], row["pays_in_total"] or never, row["pays_per_step"] or never]
         line += [f"{max(row['worst_cost'], 0):.1%}", row["at_length"], f"{row['speedup']:.2f}"]
         lines.append([*line, *(f"{row[name] / 1e6:,.1f}" for name in ("kv_bytes", "full_kv_bytes"))])
     note = "Lengths: tokens decoded of a request. Cost: time beyond the full cache's, up to that length."
-    return columns([*head, "speed-up over all", "KV MB", "full KV MB"], lines) + "\n" + note
+    return f"{columns(head, lines)}\n\n{note}"
 
 
 def charts(result: dict[str, Any]) -> list[plots.Chart]:

@@ -51,7 +51,8 @@ def run(options: Namespace) -> dict[str, Any]:
     the first policy's too. ValueError for what is impossible, before anything runs."""
     if min(options.group, 1 if options.limit is None else options.limit) < 1:
         raise ValueError(f"group={options.group}, limit={options.limit}: at least 1 is possible")
-    for policy, budget in (cells := [(p, b) for b in options.budgets for p in options.policies]):
+    cells = [(policy, budget) for budget in options.budgets for policy in options.policies]
+    for policy, budget in cells:
         settle(policy, budget)
         if budget + 1 >= options.tokens:
             raise ValueError(f"budget={budget}: of {options.tokens} tokens none follows its first eviction")
@@ -147,13 +148,15 @@ def _compare(
 
 
 def table(result: dict[str, Any]) -> str:
-    fields, lines = (*MEASURES, "kl_beyond_first"), []
+    """A line for each policy and budget, and how much was measured."""
+    fields = (*MEASURES, "kl_beyond_first")
+    lines = []
     for row in result["rows"]:
         lines.append([row["policy"], row["budget"], *(show(row[name], ".4f") for name in fields)])
     head = ["policy", "budget", *MEASURES.values(), f"KL beyond {lines[0][0]}'s"]
     note = f"{result['n']} prompts x {result['tokens']} tokens; nats; 95 % bootstrap intervals over prompts; "
     note += f"{result['after_own_end']:.0%} of the tokens come after the model would have ended."
-    return columns(head, lines) + "\n" + note
+    return f"{columns(head, lines)}\n\n{note}"
 
 
 def charts(result: dict[str, Any]) -> list[plots.Chart]:

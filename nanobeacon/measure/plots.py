@@ -411,5 +411,5 @@ def _colours(shade: int) -> str:
     for i, shades in enumerate(COLOURS):
         rules.append(f".colour{i}{{stroke:{shades[shade]}}}.colour{i}.full{{fill:{shades[shade]}}}")
     paper = PALETTE[".paper"][1 + shade]
-    rules.append(f".hollow{{fill:{paper}}}.bar{{fill:{COLOURS[0][shade]}}}")
+    rules.append(f".hollow{{fill:{paper}}}.bar{{fill:{COLOURS[0][shade]};fill-opacity:.6}}")
     return "".join(rules)
