@@ -12,6 +12,7 @@ from nanobeacon.engine import Engine
 from nanobeacon.measure import soak
 from nanobeacon.pages import PagePool
 from nanobeacon.policies import POLICIES
+from nanobeacon.request import Request
 from nanobeacon.scheduler import Scheduler
 
 
@@ -67,14 +68,14 @@ def lose_a_request(patch):
 
 
 def end_too_early(patch):
-    hear = Engine._hear
+    append = Request.append
 
-    def ends(self, request, logits):
-        hear(self, request, logits)
+    def ends(request, token_id):
+        append(request, token_id)
         if len(request.output_token_ids) == 3:
             request.finish_reason = "length"
 
-    patch.setattr(Engine, "_hear", ends)
+    patch.setattr(Request, "append", ends)
 
 
 def mix_up_rows(patch):
