@@ -1,4 +1,5 @@
-"""nanobeacon: a minimal LLM inference engine whose paged KV cache stays within a budget by BeaconKV eviction.
+"""nanobeacon: a minimal LLM inference engine whose paged KV cache stays within a budget by
+BeaconKV eviction.
 
 Imports lazily, so that the parts without torch (scheduler, pages, policies, config) stay so."""
 

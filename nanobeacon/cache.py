@@ -1,7 +1,8 @@
-"""What a request leaves on the device: `KVCache` (keys, values, positions in pages) and `QueryBuffer`.
+"""What a request leaves on the device: `KVCache` (keys, values, positions in pages) and
+`QueryBuffer`.
 
-Storage only: which query goes to which row and slot is decided in `observation.py`. Knows nothing of
-scheduling, of scores or of when an eviction is due.
+Storage only: which query goes to which row and slot is decided in `observation.py`. Knows nothing
+of scheduling, of scores or of when an eviction is due.
 """
 
 import torch
@@ -15,8 +16,8 @@ from .scheduler import Plan
 
 
 class KVCache:
-    """Keys and values [L, K, pages, P, D], positions int32 [L, K, pages, P], and each row's page table.
-    Memory is not cleared: nothing reads a slot that was not written."""
+    """Keys and values [L, K, pages, P, D], positions int32 [L, K, pages, P], and each row's page
+    table. Memory is not cleared: nothing reads a slot that was not written."""
 
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, num_rows: int, max_pages: int,
@@ -42,9 +43,9 @@ class KVCache:
 class QueryBuffer:
     """Past queries of running requests, before RoPE.
 
-    buffer [rows, L, H, C, D] in the model's dtype, positions int32 [rows, L, H, C]; C is the settings'
-    capacity. Row 0 is nobody's. What stands in which slot is the business of `mechanism`; None where the
-    policy asks no queries.
+    buffer [rows, L, H, C, D] in the model's dtype, positions int32 [rows, L, H, C]; C is the
+    settings' capacity. Row 0 is nobody's. What stands in which slot is the business of `mechanism`;
+    None where the policy asks no queries.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class QueryBuffer:
         return self.mechanism.plan(plan)
 
     def store_positions(self, observation: Observation, positions: Tensor) -> None:
-        """The positions of a batch's queries, all layers and heads; those of chunks follow their picks."""
+        """The positions of a batch's queries, all layers and heads; those of chunks follow
+        their picks."""
         if observation.rows is not None:
             self.positions[observation.rows, :, :, observation.slots] = positions.int()[:, None, None]
         if observation.writes is not None:
@@ -80,8 +82,8 @@ class QueryBuffer:
     def observe(self, layer: int, q: Tensor, positions: Tensor, observation: Observation, kernels) -> None:
         """Take a layer's queries q [T, H, D], before RoPE, positions int64 [T].
 
-        Only what `store` does not take in its own launch: copies into a ring, and prompt chunks, which are
-        reduced here together with what their row holds.
+        Only what `store` does not take in its own launch: copies into a ring, and prompt chunks,
+        which are reduced here together with what their row holds.
         """
         if observation.writes is not None:
             token, row, slot = observation.writes
@@ -99,7 +101,8 @@ class QueryBuffer:
             self.mechanism.advance(plan, observation)
 
     def rotations(self, request: Request) -> list[int]:
-        """The position that each slot's query is rotated to, -1 where a slot of the row is empty."""
+        """The position that each slot's query is rotated to, -1 where a slot of the row
+        is empty."""
         assert self.mechanism is not None, "this policy asks no queries"
         return self.mechanism.rotations(request)
 

@@ -1,7 +1,7 @@
 """A conversation at the command line: lines become messages, commands change the conversation.
 
-Each turn is a fresh request whose prompt is the whole conversation. Knows lines and messages; how an answer
-is generated and printed is handed in, and options are the programs' business.
+Each turn is a fresh request whose prompt is the whole conversation. Knows lines and messages; how
+an answer is generated and printed is handed in, and options are the programs' business.
 """
 
 import sys
@@ -61,8 +61,8 @@ class Conversation:
 def converse(llm: LLM, params: SamplingParams, answer: Answer, thinking: dict[str, Any]) -> None:
     """Read messages and answer them until the input ends or somebody says /quit.
 
-    answer: generates and prints one answer; Ctrl-C inside keeps what there is of it. thinking: keyword
-    arguments of `llm.chat_prompt`. Ctrl-C at the prompt is raised.
+    answer: generates and prints one answer; Ctrl-C inside keeps what there is of it. thinking:
+    keyword arguments of `llm.chat_prompt`. Ctrl-C at the prompt is raised.
     """
     conversation = Conversation()
     read_line = line_reader()
@@ -82,7 +82,8 @@ def turn(
     conversation: Conversation,
     message: str,
 ) -> None:
-    """One message and its answer. A message that cannot be answered is said, and leaves no trace."""
+    """One message and its answer. A message that cannot be answered is said, and leaves
+    no trace."""
     conversation.turns.append({"role": "user", "content": message})
     try:
         prompt = llm.chat_prompt(conversation.messages, **thinking)
@@ -105,7 +106,8 @@ def turn(
 
 
 def read_message(read_line: Callable[[], str | None]) -> str | None:
-    """The next message, of one line or of several between two FENCE lines; None when the input has ended."""
+    """The next message, of one line or of several between two FENCE lines; None when the
+    input has ended."""
     line = read_line()
     if line is None or line.strip() != FENCE:
         return line
@@ -118,8 +120,8 @@ def read_message(read_line: Callable[[], str | None]) -> str | None:
 def line_reader() -> Callable[[], str | None]:
     """A function that gives the next line without its end, None when there is none.
 
-    On a terminal with line editing, history, and a paste of several lines as one. The prompt goes to
-    terminals only.
+    On a terminal with line editing, history, and a paste of several lines as one. The prompt goes
+    to terminals only.
     """
     if not sys.stdin.isatty():
         return _plain_line
@@ -128,7 +130,8 @@ def line_reader() -> Callable[[], str | None]:
     try:
         import readline
 
-        readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off by default
+        # Python switches it off by default
+        readline.parse_and_bind("set enable-bracketed-paste on")
     except ImportError:  # some systems have none; lines are then edited as the terminal does
         pass
     return _edited_line

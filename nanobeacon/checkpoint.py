@@ -1,8 +1,9 @@
 """The tensors of a folder: safetensors -> views of a model's parameters, complete or one error.
 
-It knows nothing about architectures: names and shapes come with the views. Only safetensors are read, those
-that the index names or model.safetensors alone, and headers are checked before any data is read. Names may
-have a prefix of their own (`module.`, `_orig_mod.`) or lack `model.`; they are told as the views tell them.
+It knows nothing about architectures: names and shapes come with the views. Only safetensors are
+read, those that the index names or model.safetensors alone, and headers are checked before any data
+is read. Names may have a prefix of their own (`module.`, `_orig_mod.`) or lack `model.`; they are
+told as the views tell them.
 """
 
 import json
@@ -30,8 +31,10 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F
 BLOCK_BYTES = 4 << 20  # what loading holds beside the model
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-ANCHOR = "layers.0.input_layernorm.weight"  # every decoder has it: what stands before it is the prefix
-COMPILED = "_orig_mod."  # what torch.compile puts before, or into, the names of what it has compiled
+# every decoder has it: what stands before it is the prefix
+ANCHOR = "layers.0.input_layernorm.weight"
+# what torch.compile puts before, or into, the names of what it has compiled
+COMPILED = "_orig_mod."
 log = logging.getLogger("nanobeacon")
 
 
@@ -39,8 +42,8 @@ log = logging.getLogger("nanobeacon")
 class Stamp:
     """Size and time of a file when its header was read: what tells whether it was written to since.
 
-    A file that is replaced by another (renamed over, or deleted) is not touched: it stays whole for whoever
-    has it open. One that is overwritten in place changes below its readers."""
+    A file that is replaced by another (renamed over, or deleted) is not touched: it stays whole for
+    whoever has it open. One that is overwritten in place changes below its readers."""
 
     path: Path
     size: int
@@ -52,7 +55,8 @@ class Stamp:
         return Stamp(path, status.st_size, status.st_mtime_ns)
 
     def check(self, file: BinaryIO) -> None:
-        """ValueError if the file was written to since; asked after each read, so that none goes unseen."""
+        """ValueError if the file was written to since; asked after each read, so that none
+        goes unseen."""
         if Stamp.of(self.path, file) != self:
             raise ValueError(f"{self.path} was changed while its model is in use; load the model again")
 
@@ -72,7 +76,8 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The headers of a folder's safetensors. ValueError for what is missing, broken or contradictory.
+    """The headers of a folder's safetensors. ValueError for what is missing, broken or
+    contradictory.
 
     `tensors` has the names that a model's views have, whatever prefix the files give them.
     """
@@ -104,18 +109,21 @@ class Checkpoint:
         return {"BF16": "bfloat16", "F16": "float16"}.get(kind, "float32")
 
     def tie(self) -> None:
-        """Embedding and head are one matrix: one that was saved under the head's name is the embedding's."""
+        """Embedding and head are one matrix: one that was saved under the head's name is the
+        embedding's."""
         if EMBEDDING not in self.tensors and HEAD in self.tensors:
             self.tensors[EMBEDDING] = self.tensors.pop(HEAD)
 
     def rows(self, name: str, dtype: torch.dtype) -> "Rows | None":
-        """A matrix left in its file, whose rows are read when they are asked for; None for another dtype."""
+        """A matrix left in its file, whose rows are read when they are asked for; None for
+        another dtype."""
         possible = DTYPES[self.tensors[name].dtype] == dtype and hasattr(os, "pread")
         return Rows(self.tensors[name]) if possible else None
 
 
 class Rows:
-    """rows(ids [T]) -> [T, columns], of the file's dtype. Read, not mapped: pages touched count as memory."""
+    """rows(ids [T]) -> [T, columns], of the file's dtype. Read, not mapped: pages touched
+    count as memory."""
 
     def __init__(self, info: TensorInfo) -> None:
         self.dtype = DTYPES[info.dtype]
@@ -145,12 +153,13 @@ def load_into(
     progress: bool = True,
     parts: Mapping[str, Part] | None = None,
 ) -> None:
-    """Copy each tensor of the checkpoint into the view of its name, on any device, cast to the view's dtype.
+    """Copy each tensor of the checkpoint into the view of its name, on any device, cast to
+    the view's dtype.
 
-    A name in `parts` has a view for a part of its tensor, and the file is read there alone. ValueError,
-    before the first copy, with all that is missing, unexpected, misshapen or quantised; tensors that no part
-    of a decoder wants (a value head, scales of a cache) are named in one warning. Takes a few MB beside the
-    model. progress: a bar on stderr.
+    A name in `parts` has a view for a part of its tensor, and the file is read there alone.
+    ValueError, before the first copy, with all that is missing, unexpected, misshapen or quantised;
+    tensors that no part of a decoder wants (a value head, scales of a cache) are named in one
+    warning. Takes a few MB beside the model. progress: a bar on stderr.
     """
     parts = parts or {}
     wanted = {name: info for name, info in checkpoint.tensors.items() if name in views}
@@ -165,7 +174,8 @@ def load_into(
 
 
 def check_fit(views: Mapping[str, Tensor], checkpoint: Checkpoint, parts: Mapping[str, Part]) -> None:
-    """ValueError with all that keeps the tensors from filling the views, of which only shapes are asked."""
+    """ValueError with all that keeps the tensors from filling the views, of which only
+    shapes are asked."""
     found = _misfits(views, checkpoint, parts)
     if found:
         raise ValueError(f"the tensors of {checkpoint.folder} do not fit the model; {found}")
@@ -197,8 +207,9 @@ def _misfits(views: Mapping[str, Tensor], checkpoint: Checkpoint, parts: Mapping
 
 
 def _changes_the_model(name: str) -> bool:
-    """Whether a tensor that has no place here says that the checkpoint's decoder computes something else:
-    weights and biases inside it do; what hangs beside it (v_head, score) or is a constant does not."""
+    """Whether a tensor that has no place here says that the checkpoint's decoder computes
+    something else: weights and biases inside it do; what hangs beside it (v_head, score) or is a
+    constant does not."""
     return name.startswith("model.") and name.endswith((".weight", ".bias"))
 
 
@@ -208,7 +219,8 @@ def _is_frequency(name: str) -> bool:
 
 
 def _prefix(names: Collection[str]) -> str | None:
-    """What a file puts before the decoder's names: "model.", "module.model.", or "" where there is nothing.
+    """What a file puts before the decoder's names: "model.", "module.model.", or "" where
+    there is nothing.
 
     None where no name is a decoder's."""
     for name in names:
@@ -241,7 +253,8 @@ def _whole_shape(view: Tensor, part: Part | None) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _fill(view: Tensor, info: TensorInfo, advance: Callable[[int], object], part: Part | None = None) -> None:
-    """Read a tensor or its part in blocks of rows. No memory map: pages it touched would count as memory."""
+    """Read a tensor or its part in blocks of rows. No memory map: pages it touched would
+    count as memory."""
     dtype, rows = DTYPES[info.dtype], view.shape[0]
     file_row_bytes = math.prod(info.shape[1:]) * dtype.itemsize
     row_bytes = math.prod(view.shape[1:]) * dtype.itemsize
@@ -269,7 +282,8 @@ def _fill(view: Tensor, info: TensorInfo, advance: Callable[[int], object], part
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file. ValueError for a file that is cut, or no such file at all."""
+    """The tensors of one safetensors file. ValueError for a file that is cut, or no such
+    file at all."""
     try:
         with open(path, "rb") as file:
             stamp = Stamp.of(path, file)
@@ -294,9 +308,11 @@ def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, by the index; empty where model.safetensors is all. The files are there.
+    """Tensor name -> file name, by the index; empty where model.safetensors is all. The
+    files are there.
 
-    A single file that an index beside it does not name is newer than that index, and comes first."""
+    A single file that an index beside it does not name is newer than that index, and
+    comes first."""
     index = folder / INDEX
     single = (folder / WEIGHTS).is_file()
     if not index.exists():
@@ -332,7 +348,8 @@ def _indexed(index: Path) -> dict[str, str]:
 
 
 def _shortened(names: Collection[str], most: int = 8) -> str:
-    """Names for a message, plain text whatever they hold: the first few, and how many more there are."""
+    """Names for a message, plain text whatever they hold: the first few, and how many
+    more there are."""
     shown = [name if name.isprintable() else ascii(name) for name in sorted(names)[:most]]
     rest = len(names) - most
     return ", ".join(f"{name:.200}" for name in shown) + (f" and {rest} more" if rest > 0 else "")

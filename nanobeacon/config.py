@@ -1,7 +1,9 @@
-"""What a checkpoint's JSON says about its model: defaults resolved, values checked, the unsupported refused.
+"""What a checkpoint's JSON says about its model: defaults resolved, values checked, the
+unsupported refused.
 
-Three tables say it: FAMILIES (what differs between decoders), FIELDS (which numbers are read) and ROPE_KINDS.
-It knows nothing about tensors (a checkpoint's are names here), devices or the hub, and imports no torch.
+Three tables say it: FAMILIES (what differs between decoders), FIELDS (which numbers are read) and
+ROPE_KINDS. It knows nothing about tensors (a checkpoint's are names here), devices or the hub, and
+imports no torch.
 """
 
 import json
@@ -28,12 +30,14 @@ class Family:
     may_bias_o: bool = True  # where attention_bias or the tensors say so
     may_bias_mlp: bool = False  # where mlp_bias or the tensors say so
     qk_norm: bool = False  # q and k are normed, head by head, before RoPE
-    head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
+    # where config.json has none; None: hidden_size / num_attention_heads
+    head_dim: int | None = None
     window: str = "switched"  # what sliding_window means; one of WINDOWS
 
 
 WINDOWS = (
-    "switched",  # on where use_sliding_window says so, in the layers from max_window_layers on: refused
+    # on where use_sliding_window says so, in the layers from max_window_layers on: refused
+    "switched",
     "on",  # on wherever it is there: refused
     "all layers",  # the same, in every layer: works for requests that stay within the window
 )
@@ -48,7 +52,8 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Field:
-    """A value of config.json: its name there, its kind, what is possible, what it is where it is missing."""
+    """A value of config.json: its name there, its kind, what is possible, what it is where it
+    is missing."""
 
     name: str
     kind: type = int  # int, float or bool
@@ -57,7 +62,8 @@ class Field:
     most: float = LARGEST  # beyond any model, so that a hostile number neither loops nor allocates
 
     def of(self, raw: dict) -> Any:
-        """The value in `raw`; missing or null: the default. ValueError without one, or for a wrong value."""
+        """The value in `raw`; missing or null: the default. ValueError without one, or for a
+        wrong value."""
         value = raw.get(self.name)
         if value is None and self.default is not NEEDED:
             return self.default
@@ -116,7 +122,8 @@ class RopeConfig:
     original_max_position_embeddings: int = 0  # context before scaling (dynamic, llama3, yarn)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
-    attention_factor: float | None = None  # yarn: multiplies cos and sin; None: from factor and mscales
+    # yarn: multiplies cos and sin; None: from factor and mscales
+    attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     beta_fast: float = 32.0
@@ -151,11 +158,13 @@ class ModelConfig:
 
 
 def read_json(path: Path, optional: bool = False) -> dict:
-    """The JSON object in a file, {} for an optional one that is missing. ValueError names the file."""
+    """The JSON object in a file, {} for an optional one that is missing. ValueError names
+    the file."""
     if optional and not path.exists():
         return {}
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} cannot be read: it is no file")  # a pipe would be waited for without end
+        # a pipe would be waited for without end
+        raise ValueError(f"{path} cannot be read: it is no file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -228,7 +237,8 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
 
 
 def config_for_tensors(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """The config as a checkpoint's tensor names have it: own head, biases. ValueError for a missing head."""
+    """The config as a checkpoint's tensor names have it: own head, biases. ValueError for a
+    missing head."""
     (family,) = [family for family in FAMILIES.values() if family.name == config.family]
     own_head = "lm_head.weight" in names
     require(own_head or config.tied, "tie_word_embeddings", False, "true, as there is no lm_head.weight")
@@ -247,10 +257,11 @@ def config_for_tensors(config: ModelConfig, names: Collection[str]) -> ModelConf
 
 
 def share_of(config: ModelConfig, ranks: int) -> ModelConfig:
-    """What one of `ranks` tensor-parallel ranks holds of a model: its part of the heads and of the MLP.
+    """What one of `ranks` tensor-parallel ranks holds of a model: its part of the heads
+    and of the MLP.
 
-    The vocabulary stays whole. KV heads are split; where they are fewer than the ranks, neighbouring ranks
-    hold copies of one. ValueError names the first field that does not divide."""
+    The vocabulary stays whole. KV heads are split; where they are fewer than the ranks,
+    neighbouring ranks hold copies of one. ValueError names the first field that does not divide."""
     if config.num_kv_heads >= ranks:
         kv_heads_fit = config.num_kv_heads % ranks == 0
     else:
@@ -284,8 +295,8 @@ def _family(raw: dict) -> Family:
 
 
 def _refuse_quantization(raw: dict) -> None:
-    """Quantised weights are refused. bitsandbytes quantises while it loads, so that its entry also stands
-    beside plain weights: there the tensors decide."""
+    """Quantised weights are refused. bitsandbytes quantises while it loads, so that its entry also
+    stands beside plain weights: there the tensors decide."""
     found = raw.get("quantization_config")
     method = found.get("quant_method") if isinstance(found, dict) else None
     possible = found is None or method == "bitsandbytes"
@@ -301,7 +312,8 @@ def _head_dim(raw: dict, family: Family, hidden_size: int, num_heads: int) -> in
 
 
 def _sliding_window(raw: dict, family: Family, num_layers: int) -> int | None:
-    """How far back every layer sees, None for all the way. ValueError where only some layers are bounded."""
+    """How far back every layer sees, None for all the way. ValueError where only some layers
+    are bounded."""
     window = raw.get("sliding_window")
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and kinds:  # these overrule all else
@@ -338,7 +350,8 @@ def _eos_token_ids(*files: dict) -> tuple[int, ...]:
 
 
 def _rope(raw: dict, context: int) -> tuple[RopeConfig, int]:
-    """RoPE of either spelling, and what its scaling makes of `context`, which is max_position_embeddings."""
+    """RoPE of either spelling, and what its scaling makes of `context`, which is
+    max_position_embeddings."""
     values = _rope_values(raw)
     # 1. The kind, and that all of a head is rotated.
     part = values["partial_rotary_factor"]
@@ -371,7 +384,8 @@ def _rope(raw: dict, context: int) -> tuple[RopeConfig, int]:
 
 
 def _rope_values(raw: dict) -> dict:
-    """rope_scaling (older files) or rope_parameters (since transformers 5), over what stands beside them."""
+    """rope_scaling (older files) or rope_parameters (since transformers 5), over what stands
+    beside them."""
     old = raw.get("rope_scaling") or {}
     new = raw.get("rope_parameters") or {}
     for name, spelling in (("rope_scaling", old), ("rope_parameters", new)):
@@ -401,7 +415,8 @@ class EngineConfig:
     usual_max_tokens: int | None = None  # the checkpoint's, for requests that leave it open
 
     def __post_init__(self) -> None:
-        """ValueError for a value that no engine can have; what needs the model is `check_length`'s."""
+        """ValueError for a value that no engine can have; what needs the model is
+        `check_length`'s."""
         for name in ("seed", "max_num_seqs", "max_model_len", "page_size", "num_pages", "chunk"):
             value = getattr(self, name)
             if value is not None or name not in ("seed", "max_model_len", "num_pages"):
@@ -414,7 +429,8 @@ class EngineConfig:
             check(isinstance(value, bool), name, value, "True or False is possible")
 
     def check_length(self, model: ModelConfig) -> None:
-        """max_model_len can only lower what the model's positions allow, and must where a window slides."""
+        """max_model_len can only lower what the model's positions allow, and must where a
+        window slides."""
         context = model.max_position_embeddings
         allowed = f"the model's positions allow {context}, RoPE scaling counted in"
         check((self.max_model_len or 0) <= context, "max_model_len", self.max_model_len, allowed)

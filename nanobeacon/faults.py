@@ -1,8 +1,9 @@
 """What a step that ran out of memory must know to be run again: where its requests stood before.
 
-A forward pass writes only behind what is cached, at places that the counts of a request name: with the counts
-as before it writes the same there again. (The exception are the query buffers of prompt chunks, which are
-reduced in place: those requests begin anew.) Knows counts and errors; nothing of who runs next.
+A forward pass writes only behind what is cached, at places that the counts of a request name: with
+the counts as before it writes the same there again. (The exception are the query buffers of prompt
+chunks, which are reduced in place: those requests begin anew.) Knows counts and errors; nothing of
+who runs next.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class Progress:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Python's, the GPU's, and those that torch and CUDA's libraries raise as a RuntimeError of some text."""
+    """Python's, the GPU's, and those that torch and CUDA's libraries raise as a RuntimeError
+    of some text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     said = ("can't allocate memory", "out of memory", "ALLOC_FAILED")

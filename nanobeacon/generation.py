@@ -14,7 +14,8 @@ log = logging.getLogger("nanobeacon")
 # Of a file that samples (do_sample): SamplingParams' field -> the file's.
 SAMPLED = {
     "temperature": Field("temperature", float, default=1.0, least=0),
-    "top_k": Field("top_k", default=0, least=-1),  # transformers means 50 where it is missing; here it is off
+    # transformers means 50 where it is missing; here it is off
+    "top_k": Field("top_k", default=0, least=-1),
     "top_p": Field("top_p", float, default=1.0, least=0, most=1),
     "min_p": Field("min_p", float, default=0.0, least=0, most=1),
 }
@@ -49,7 +50,8 @@ IDLE = {
 def generation_defaults(folder: str | Path) -> dict[str, Any]:
     """Values for `SamplingParams.with_defaults`; temperature 0 where the file does not sample.
 
-    One line in the log names what the file says and is not applied. ValueError names file and field."""
+    One line in the log names what the file says and is not applied. ValueError names file
+    and field."""
     path = Path(folder, "generation_config.json")
     raw = read_json(path, optional=True)
     with named_in_errors(path):

@@ -1,4 +1,5 @@
-"""Where a model's files are: a folder, a folder of the hub's cache, or a repository that is downloaded.
+"""Where a model's files are: a folder, a folder of the hub's cache, or a repository that
+is downloaded.
 
 Knows names and files; nothing of what is in them.
 """
@@ -21,10 +22,12 @@ WEIGHT_FILES = (INDEX, "model*.safetensors")
 
 
 def resolve(model: str | Path, config_only: bool = False) -> Path:
-    """A folder as it is, a snapshot of the hub's cache, or a repository's snapshot, downloaded if need be.
+    """A folder as it is, a snapshot of the hub's cache, or a repository's snapshot,
+    downloaded if need be.
 
-    model: a folder, "owner/name", or "owner/name@revision". config_only: without weights. ValueError, one
-    line, for what is none of these or cannot be had, with what to write instead where that is clear.
+    model: a folder, "owner/name", or "owner/name@revision". config_only: without weights.
+    ValueError, one line, for what is none of these or cannot be had, with what to write instead
+    where that is clear.
     """
     require(isinstance(model, str | Path), "model", model, "a folder or a repository id")
     name = os.path.expanduser(model)
@@ -42,7 +45,8 @@ def resolve(model: str | Path, config_only: bool = False) -> Path:
 
 
 def _snapshot_in(folder: Path) -> Path:
-    """A folder itself; of the hub cache's `models--owner--name` the snapshot that `main` stands for."""
+    """A folder itself; of the hub cache's `models--owner--name` the snapshot that `main`
+    stands for."""
     snapshots = folder / "snapshots"
     if not folder.name.startswith("models--") or not snapshots.is_dir():
         return folder
@@ -58,7 +62,8 @@ def _snapshot_in(folder: Path) -> Path:
 
 
 def _instead(address: str) -> str:
-    """What to write for a model's web address: owner/name, and the revision where the address has one."""
+    """What to write for a model's web address: owner/name, and the revision where the
+    address has one."""
     parts = [part for part in address.partition("://")[2].split("?")[0].split("/") if part]
     if len(parts) < 3:
         return "possible are a folder and a repository id such as owner/name"
@@ -70,7 +75,8 @@ def _instead(address: str) -> str:
 
 def _downloaded(name: str, config_only: bool) -> Path:
     """The snapshot of a repository, from the cache or from the hub."""
-    from huggingface_hub import errors, snapshot_download  # slow to import, and not needed for a folder
+    # slow to import, and not needed for a folder
+    from huggingface_hub import errors, snapshot_download
 
     repository, at, revision = name.partition("@")
     wanted = [*SMALL_FILES] if config_only else [*SMALL_FILES, *WEIGHT_FILES]

@@ -1,7 +1,8 @@
-"""Bytes that a step needs beside weights, caches and query buffers: what the page pool must leave free on a
-GPU.
+"""Bytes that a step needs beside weights, caches and query buffers: what the page pool must leave
+free on a GPU.
 
-Arithmetic on shapes alone, each an upper bound. Knows nothing of requests, and of steps only their sizes.
+Arithmetic on shapes alone, each an upper bound. Knows nothing of requests, and of steps
+only their sizes.
 """
 
 import os
@@ -12,13 +13,15 @@ from .config import ModelConfig
 from .eviction import SCRATCH
 from .sampling import ROWS
 
-SAMPLED = 64  # bytes a logit while a row is sampled, ROWS rows at a time (tests/test_memory.py measures it)
+# bytes a logit while a row is sampled, ROWS rows at a time (tests/test_memory.py measures it)
+SAMPLED = 64
 LIBRARIES = 256 << 20  # workspaces of matrix products, compiled kernels
 GRAPH = 8 << 20  # what the driver keeps of one recorded decode step
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """What a device has in all; for a CPU the machine's memory, None where the system does not say."""
+    """What a device has in all; for a CPU the machine's memory, None where the system
+    does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if not hasattr(os, "sysconf"):
@@ -27,7 +30,8 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can be allocated on a GPU: what the driver has, and what torch keeps of tensors that are gone."""
+    """What can be allocated on a GPU: what the driver has, and what torch keeps of tensors
+    that are gone."""
     from_driver, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return from_driver + cached
@@ -38,19 +42,22 @@ def step_bytes(
 ) -> int:
     """The most that a step may take for itself.
 
-    tokens: of the longest forward pass. logit_rows: whose logits are held at once. graphs: how many decode
-    steps are recorded, the largest of `graph_tokens`; their memory is theirs alone.
+    tokens: of the longest forward pass. logit_rows: whose logits are held at once. graphs: how many
+    decode steps are recorded, the largest of `graph_tokens`; their memory is theirs alone.
     """
     forward = tokens * _activations(config, dtype)
     recorded = graphs * GRAPH + graph_tokens * _activations(config, dtype) if graphs else 0
-    logits = logit_rows * config.vocab_size * (dtype.itemsize + 4)  # as the head gives them, and in float32
+    # as the head gives them, and in float32
+    logits = logit_rows * config.vocab_size * (dtype.itemsize + 4)
     sampling = min(ROWS, logit_rows) * config.vocab_size * SAMPLED
-    # Sampling and eviction come after the forward pass, one after the other, while the logits are there.
+    # Sampling and eviction come after the forward pass, one after the other, while the
+    # logits are there.
     return recorded + max(forward, logits + max(sampling, SCRATCH)) + LIBRARIES
 
 
 def _activations(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes a token of everything that one layer makes, and of the stream, as if nothing were reused."""
+    """Bytes a token of everything that one layer makes, and of the stream, as if nothing
+    were reused."""
     stream = 4 * config.hidden_size  # float32
     normed_and_update = 2 * config.hidden_size
     qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim

@@ -1,7 +1,7 @@
 """Messages of a conversation as chat templates expect them, whatever a user hands over.
 
-Null fields, contents that are lists of text parts, a final answer that is to be continued. Knows nothing of
-templates' language or of tokens.
+Null fields, contents that are lists of text parts, a final answer that is to be continued. Knows
+nothing of templates' language or of tokens.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ class Null(str):
 
 
 def plain_message(message: dict) -> dict:
-    """A message whose null fields are absent, as templates ask for presence; null content is empty text."""
+    """A message whose null fields are absent, as templates ask for presence; null content is
+    empty text."""
     plain = {name: value for name, value in message.items() if value is not None}
     if message.get("content", "") is None:
         plain["content"] = Null()
@@ -45,13 +46,15 @@ def with_joined_text(message: dict) -> dict:
 
 
 def shows_parts(text: str, messages: Sequence[dict]) -> bool:
-    """Whether rendered text has the text of every part, and no part the way Python writes a dict."""
+    """Whether rendered text has the text of every part, and no part the way Python writes
+    a dict."""
     parts = [part for message in messages if is_parts(message.get("content")) for part in message["content"]]
     return all(part["text"].strip() in text and repr(part) not in text for part in parts)
 
 
 def with_mark(message: dict) -> dict:
-    """The final assistant message with CONTINUED behind its text. ValueError if it has none to go on with."""
+    """The final assistant message with CONTINUED behind its text. ValueError if it has none to
+    go on with."""
     content = message.get("content")
     if message["role"] != "assistant" or not content:
         raise ValueError(

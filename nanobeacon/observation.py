@@ -1,14 +1,14 @@
 """Where the queries of a batch go in a query buffer row: two mechanisms, decided from counts alone.
 
-* `Reduction` (METHOD.md, "Query buffer"): queries are appended; farthest point sampling boils them down to
-  the beacons whenever the row is full, at the freeze and after an eviction.
-* `Ring`: the newest queries overwrite the oldest ones, slot by slot; in front of them stand beacons that no
-  sampling finds: the first queries of the output, or a reservoir of random past ones.
+* `Reduction` (METHOD.md, "Query buffer"): queries are appended; farthest point sampling boils them
+  down to the beacons whenever the row is full, at the freeze and after an eviction.
+* `Ring`: the newest queries overwrite the oldest ones, slot by slot; in front of them stand beacons
+  that no sampling finds: the first queries of the output, or a reservoir of random past ones.
 
-A policy whose stages ask more of the newest queries has both, `SideBySide`.
-All answer the same three questions: where do a batch's queries go (`plan`), what has the row held since
-(`advance`), and to which position is each slot's query rotated when an eviction asks it (`rotations`).
-Knows requests, rows and counts on the host; nothing of vectors, of caches or of when an eviction is due.
+A policy whose stages ask more of the newest queries has both, `SideBySide`. All answer the same
+three questions: where do a batch's queries go (`plan`), what has the row held since (`advance`),
+and to which position is each slot's query rotated when an eviction asks it (`rotations`). Knows
+requests, rows and counts on the host; nothing of vectors, of caches or of when an eviction is due.
 """
 
 from dataclasses import astuple, dataclass
@@ -39,9 +39,11 @@ class Chunk:
 class Observation:
     """What a batch leaves in the query buffer. Token, row and slot tensors are int64."""
 
-    rows: Tensor | None = None  # [T] of a decode step: where each token's query goes, in store's launch
+    # [T] of a decode step: where each token's query goes, in store's launch
+    rows: Tensor | None = None
     slots: Tensor | None = None
-    writes: tuple[Tensor, Tensor, Tensor] | None = None  # (token, row, slot): queries copied beside that
+    # (token, row, slot): queries copied beside that
+    writes: tuple[Tensor, Tensor, Tensor] | None = None
     chunks: tuple[Chunk, ...] = ()
     chunk_table: Tensor | None = None  # int32 [chunks, 6]: the numbers of `chunks`, on the device
 
@@ -61,13 +63,15 @@ class Observation:
 
 
 class Reduction:
-    """Append and reduce. `Request.buffer_count` says how many queries its row holds, beacons first."""
+    """Append and reduce. `Request.buffer_count` says how many queries its row holds,
+    beacons first."""
 
     def __init__(self, settings: EvictionSettings) -> None:
         self.settings = settings
 
     def plan(self, plan: Plan) -> tuple[tuple[Chunk, ...], Columns]:
-        """A prompt chunk is reduced as a whole; a decode step's queries are appended one behind the other."""
+        """A prompt chunk is reduced as a whole; a decode step's queries are appended one
+        behind the other."""
         if plan.prefill:
             chunks = self._chunks(plan)
             return chunks, {"chunk_table": [number for chunk in chunks for number in astuple(chunk)]}
@@ -107,7 +111,8 @@ class Reduction:
                 request.buffer_count += length
 
     def rotations(self, request: Request) -> list[int]:
-        """Beacons stand at the newest position, recents at their own: they see no key newer than that."""
+        """Beacons stand at the newest position, recents at their own: they see no key
+        newer than that."""
         newest = request.num_computed - 1
         recents = self.settings.recents
         beacons = request.buffer_count - recents
@@ -117,7 +122,8 @@ class Reduction:
 
 
 class Ring:
-    """Beacon slots first, then a ring: the query of position p lies in slot beacons + p mod recents."""
+    """Beacon slots first, then a ring: the query of position p lies in slot beacons + p
+    mod recents."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -138,7 +144,8 @@ class Ring:
     def _writes(self, request: Request, first: int, length: int, decode: bool) -> list[tuple[int, int, int]]:
         """The copies of one request's tokens, whose first is token `first` of the batch."""
         policy = self.policy
-        token_of: dict[int, int] = {}  # slot -> token: of several queries for one slot, the last one stays
+        # slot -> token: of several queries for one slot, the last one stays
+        token_of: dict[int, int] = {}
         idle = []  # decode tokens that no beacon slot takes
         for i in range(length):
             position = request.num_computed + i
@@ -152,7 +159,8 @@ class Ring:
             elif policy.beacons:
                 idle.append(first + i)
         writes = [(token, request.row, slot) for slot, token in token_of.items()]
-        # 3. A captured decode step has the same number of copies each time: what no slot takes goes to row 0.
+        # 3. A captured decode step has the same number of copies each time: what no slot takes goes
+        #    to row 0.
         if decode:
             writes += [(token, 0, 0) for token in idle[:1]]
         return writes
@@ -185,8 +193,8 @@ class Ring:
 
 
 class SideBySide:
-    """Beacons and recents in front, as a policy without stages keeps them; behind them a ring of the newest
-    queries, which other stages ask."""
+    """Beacons and recents in front, as a policy without stages keeps them; behind them a ring of
+    the newest queries, which other stages ask."""
 
     def __init__(self, settings: EvictionSettings) -> None:
         policy = settings.policy
@@ -195,14 +203,16 @@ class SideBySide:
         self.ring = Ring(Policy("latest", select="none", beacons=0, recents=policy.latest))
 
     def plan(self, plan: Plan) -> tuple[tuple[Chunk, ...], Columns]:
-        """What the front does with a batch, and one more copy of each query that enters the ring."""
+        """What the front does with a batch, and one more copy of each query that enters
+        the ring."""
         chunks, front = self.front.plan(plan)
         _, ring = self.ring.plan(plan)
         # 1. The ring's copies: its slots lie behind those of the front.
         tokens = ring["write_tokens"]
         rows = ring["write_rows"]
         slots = [slot + self.settings.policy.observed for slot in ring["write_slots"]]
-        # 2. What the front appends in the store's launch is a copy here too: a query goes to two places.
+        # 2. What the front appends in the store's launch is a copy here too: a query goes to
+        #    two places.
         if "query_rows" in front:
             tokens = [*tokens, *range(len(front["query_rows"]))]
             rows = rows + front["query_rows"]

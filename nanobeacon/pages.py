@@ -1,7 +1,8 @@
 """`PagePool`: which pages are free, who shares one, and a proof that none is lost or owned twice.
 
-A page is free, or held by owners, or idle: nobody holds it, but what it holds is worth keeping until its room
-is needed. Pages are numbers here; it knows nothing of tensors, of requests or of contents. Page 0 is scratch.
+A page is free, or held by owners, or idle: nobody holds it, but what it holds is worth keeping
+until its room is needed. Pages are numbers here; it knows nothing of tensors, of requests or of
+contents. Page 0 is scratch.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -10,7 +11,8 @@ from collections.abc import Iterable
 
 
 class PagePool:
-    """`num_pages` pages, page 0 included, which is never given out. Free pages are kept as sorted runs."""
+    """`num_pages` pages, page 0 included, which is never given out. Free pages are kept as
+    sorted runs."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
@@ -19,8 +21,10 @@ class PagePool:
         self.references = [0] * num_pages
         self.free_count = num_pages - 1
         self.kept: set[int] = set()  # pages that become idle instead of free when nobody holds them
-        self.idle: dict[int, None] = {}  # the kept ones that nobody holds, in the order they were let go
-        self._runs: list[tuple[int, int]] = [(1, num_pages)]  # [first, end), ascending, never adjacent
+        # the kept ones that nobody holds, in the order they were let go
+        self.idle: dict[int, None] = {}
+        # [first, end), ascending, never adjacent
+        self._runs: list[tuple[int, int]] = [(1, num_pages)]
 
     @property
     def used_count(self) -> int:
@@ -33,14 +37,15 @@ class PagePool:
         return self.free_count + len(self.idle)
 
     def allocate(self, count: int, at: int | None = None) -> list[int] | None:
-        """`count` pages, None when fewer are free: from page `at` on where these are free; else the smallest
-        free run that holds them all; where none does, pieces of the largest."""
+        """`count` pages, None when fewer are free: from page `at` on where these are free; else the
+        smallest free run that holds them all; where none does, pieces of the largest."""
         if count > self.free_count:
             return None
         # 1. The place that was asked for, where it is free.
         if at is not None and count and any(a <= at and at + count <= b for a, b in self._runs):
             return self._cut(at, count)
-        # 2. Else the smallest run that holds what is still wanted; where there is none, all of the largest.
+        # 2. Else the smallest run that holds what is still wanted; where there is none, all of
+        #    the largest.
         pages: list[int] = []
         while len(pages) < count:
             wanted = count - len(pages)
@@ -57,7 +62,8 @@ class PagePool:
             self.references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less for each page; a page without owners is free again, or idle if it is kept."""
+        """One owner less for each page; a page without owners is free again, or idle if
+        it is kept."""
         for page in pages:
             assert self.references[page] > 0, f"page {page} was released twice"
             self.references[page] -= 1
@@ -94,7 +100,8 @@ class PagePool:
                 self._give_back(page)
 
     def check(self, owners: Iterable[list[int]]) -> None:
-        """Prove that each page is free, or idle, or referenced exactly as often as the owners hold it."""
+        """Prove that each page is free, or idle, or referenced exactly as often as the
+        owners hold it."""
         held = Counter(page for pages in owners for page in pages)
         assert held[0] == 0 and self.references[0] == 0, "the scratch page is owned"
         free = [page for first, end in self._runs for page in range(first, end)]

@@ -1,8 +1,9 @@
-"""Eviction policies as data: which past queries are asked, which softmax, which pooling, what is always kept.
+"""Eviction policies as data: which past queries are asked, which softmax, which pooling, what
+is always kept.
 
-Knows no tensors and no requests. A policy is a row of POLICIES; `settle` checks it together with a budget
-and gives the numbers of METHOD.md, "Budget and period". To try an idea, hand a `Policy` to `LLM(policy=...)`,
-or name it as "module:name" to the programs; EXTENDING.md shows one.
+Knows no tensors and no requests. A policy is a row of POLICIES; `settle` checks it together with a
+budget and gives the numbers of METHOD.md, "Budget and period". To try an idea, hand a `Policy` to
+`LLM(policy=...)`, or name it as "module:name" to the programs; EXTENDING.md shows one.
 """
 
 import importlib
@@ -36,13 +37,17 @@ def check_whole(name: str, value: object, least: int | None = 0, or_else: str = 
 
 @dataclass(frozen=True)
 class Stage:
-    """One score, and how many of the free slots go to the tokens that it ranks highest (METHOD.md, "Stages").
+    """One score, and how many of the free slots go to the tokens that it ranks highest
+    (METHOD.md, "Stages").
 
-    Only tokens that no earlier stage has taken compete. The fields after `latest` are those of `Policy`.
+    Only tokens that no earlier stage has taken compete. The fields after `latest` are
+    those of `Policy`.
     """
 
-    slots: int | float | None = None  # a number, a share of the free ones, or None: all that are left
-    latest: int | None = None  # so many newest queries are asked; None: the policy's beacons and recents
+    # a number, a share of the free ones, or None: all that are left
+    slots: int | float | None = None
+    # so many newest queries are asked; None: the policy's beacons and recents
+    latest: int | None = None
     domain: str = "all"
     group: str = "max"
     pool: str = "max"
@@ -61,7 +66,8 @@ class Stage:
             check_whole("stage: slots", self.slots, least=1, or_else="a share, None or ")
 
     def slots_of(self, free: int, left: int) -> int:
-        """How many of the slots that are left this stage gives away; `free`: what all stages share."""
+        """How many of the slots that are left this stage gives away; `free`: what all
+        stages share."""
         if self.slots is None:
             return left
         wanted = int(self.slots * free) if isinstance(self.slots, float) else self.slots
@@ -70,12 +76,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Policy:
-    """One line of METHOD.md's table of policies. The numbers are its own; one that a user gives wins.
+    """One line of METHOD.md's table of policies. The numbers are its own; one that a user
+    gives wins.
 
-    stages: several scores that share the free slots. They replace domain, group, pool and smoothing.
-    score: a function of the user's own, from a `ranking.Slots` to a tensor [B, L, K, n]; the higher, the more
-    worth keeping. It replaces the ranking. The queries named here are still asked for it (`Slots.attention`);
-    with beacons=0 and recents=0 nobody is asked.
+    stages: several scores that share the free slots. They replace domain, group, pool and
+    smoothing. score: a function of the user's own, from a `ranking.Slots` to a tensor [B, L, K, n];
+    the higher, the more worth keeping. It replaces the ranking. The queries named here are still
+    asked for it (`Slots.attention`); with beacons=0 and recents=0 nobody is asked.
     """
 
     name: str
@@ -88,7 +95,8 @@ class Policy:
     pool: str = "max"  # how the queries are pooled
     smoothing: str | None = None  # over 7 neighbouring slots
     window: int = 32  # newest tokens that always stay
-    attention_share: float | None = None  # R-KV's lambda: the rest of the score is minus the redundancy
+    # R-KV's lambda: the rest of the score is minus the redundancy
+    attention_share: float | None = None
     buffer: int | None = None  # rows of the query buffer; None: beacons + recents
     stages: tuple[Stage, ...] = ()
     score: Callable[[Any], Any] | None = None
@@ -182,7 +190,8 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class EvictionSettings:
-    """A policy with a budget and all its numbers (METHOD.md). Hashable, equal for equal settings."""
+    """A policy with a budget and all its numbers (METHOD.md). Hashable, equal for equal
+    settings."""
 
     policy: Policy
     budget: int  # B_max: evictable tokens in the cache at which an eviction runs
@@ -200,14 +209,16 @@ class EvictionSettings:
 
     @cached_property
     def window(self) -> int:
-        """Newest tokens that always stay; those outside the softmax's domain have no score and stay too."""
+        """Newest tokens that always stay; those outside the softmax's domain have no score
+        and stay too."""
         policy = self.policy
         unscored = [policy.recents_of(s) for s in policy.scores if s.domain == "before-recents"]
         return max(policy.window, *unscored, 0)
 
     @cached_property
     def reduces(self) -> bool:
-        """Whether beacons are distilled by repeated reduction, with a freeze before each eviction."""
+        """Whether beacons are distilled by repeated reduction, with a freeze before each
+        eviction."""
         return self.policy.select == "fps" and self.policy.observed > 0
 
     @cached_property
@@ -231,7 +242,8 @@ class EvictionSettings:
 
 
 def policy_named(policy: str | Policy) -> Policy:
-    """A row of POLICIES by its name, a policy of the user's own as "module:name", or a Policy as it is.
+    """A row of POLICIES by its name, a policy of the user's own as "module:name", or a
+    Policy as it is.
 
     ValueError for anything else, with what is possible.
     """
@@ -261,8 +273,9 @@ def settle(
 ) -> EvictionSettings | None:
     """The settings of an engine, None for a full cache.
 
-    window, beacons, recents: None is the policy's own number; one that is given always wins. ValueError for
-    whatever is impossible together, with what is possible; nothing is ignored silently.
+    window, beacons, recents: None is the policy's own number; one that is given always
+    wins. ValueError for whatever is impossible together, with what is possible; nothing is
+    ignored silently.
     """
     policy = policy_named(policy)
     numbers = {"window": window, "beacons": beacons, "recents": recents}

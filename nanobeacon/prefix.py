@@ -1,10 +1,11 @@
 """`PrefixCache`: which pages hold which tokens, so that a prompt's beginning is not computed twice.
 
-Pages form a tree: a page's place in it is the chain of all tokens before it. What may be shared is a function
-of the tokens alone: every page under the full cache, the protected ones under a budget, which no eviction
-touches. Policies that ask queries also need those of the tokens before, which a row of the query buffer holds
-at a border, a multiple of `chunk`. Pure Python: knows page and row numbers, never what they hold; who runs,
-and when rows are copied, is the business of scheduler and engine.
+Pages form a tree: a page's place in it is the chain of all tokens before it. What may be shared
+is a function of the tokens alone: every page under the full cache, the protected ones under a
+budget, which no eviction touches. Policies that ask queries also need those of the tokens before,
+which a row of the query buffer holds at a border, a multiple of `chunk`. Pure Python: knows page
+and row numbers, never what they hold; who runs, and when rows are copied, is the business of
+scheduler and engine.
 """
 
 from collections.abc import Iterable
@@ -17,8 +18,9 @@ from .request import Request
 
 @dataclass(eq=False)
 class Node:
-    """A page in the tree. Its key in `parent.children` is its tokens: a dict compares them after their hash,
-    and the chain of parents is compared with it, so that no collision can give another text's page."""
+    """A page in the tree. Its key in `parent.children` is its tokens: a dict compares them after
+    their hash, and the chain of parents is compared with it, so that no collision can give another
+    text's page."""
 
     page: int
     key: tuple[int, ...]
@@ -31,7 +33,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a prompt's beginning: whole pages, and the buffer row that belongs behind them."""
+    """What is known of a prompt's beginning: whole pages, and the buffer row that belongs
+    behind them."""
 
     pages: list[int] = field(default_factory=list)
     row: int = 0
@@ -41,9 +44,10 @@ class Found:
 class PrefixCache:
     """The tree over the pages of a pool.
 
-    rows: rows of the query buffer that may be kept at borders; None for policies that ask no queries, whose
-    borders are those of pages. shared_context: None, or for dynamic RoPE the prompt length up to which keys
-    do not depend on it; longer prompts share with those of their own length only.
+    rows: rows of the query buffer that may be kept at borders; None for policies that ask no
+    queries, whose borders are those of pages. shared_context: None, or for dynamic RoPE the
+    prompt length up to which keys do not depend on it; longer prompts share with those of their
+    own length only.
     """
 
     def __init__(
@@ -74,7 +78,8 @@ class PrefixCache:
         return self._found(path[:own])
 
     def insert(self, request: Request) -> None:
-        """Make the whole pages that a request has computed known. Called after each of its steps."""
+        """Make the whole pages that a request has computed known. Called after each of
+        its steps."""
         known = request.pages_inserted
         whole = self._whole_pages(request, request.num_computed)
         if whole <= known:
@@ -90,7 +95,8 @@ class PrefixCache:
                 node.children[key] = child
                 self._nodes[page] = child
                 self.pool.keep(page)
-            # Else the same tokens were computed twice, side by side: this copy stays its owner's alone.
+            # Else the same tokens were computed twice, side by side: this copy stays its
+            # owner's alone.
             node = child
         request.prefix_node = node
         request.pages_inserted = whole
@@ -115,8 +121,8 @@ class PrefixCache:
         self.kept_rows[node] = None
 
     def make_room(self, count: int) -> None:
-        """Forget idle pages until `count` are free, or none is left: the least recently used first, and since
-        a request lets go of its last page first, leaves before their parents."""
+        """Forget idle pages until `count` are free, or none is left: the least recently used first,
+        and since a request lets go of its last page first, leaves before their parents."""
         while self.pool.free_count < count and self.pool.idle:
             self._forget(self._nodes[next(iter(self.pool.idle))])
 
@@ -132,7 +138,8 @@ class PrefixCache:
         return path
 
     def _found(self, path: list[Node]) -> Found:
-        """Where computing can begin: the last border of a path that has its row, if rows are needed."""
+        """Where computing can begin: the last border of a path that has its row, if rows
+        are needed."""
         pages_apart = self.border // self.page_size
         count = len(path) - len(path) % pages_apart
         while self.keeps_rows and count and not path[count - 1].row:
@@ -157,13 +164,15 @@ class PrefixCache:
         tokens = tuple(request.tokens(first * size, end * size))
         keys = [tokens[at : at + size] for at in range(0, len(tokens), size)]
         if self.shared_context is not None and first == 0 and keys:
-            # Dynamic RoPE: the base, and with it every key, follows the length of a prompt beyond the context
+            # Dynamic RoPE: the base, and with it every key, follows the length of a prompt
+            # beyond the context
             keys[0] = (max(len(request.prompt_token_ids), self.shared_context), *keys[0])
         return keys
 
     def _forget(self, node: Node) -> None:
-        """Forget a page and whatever hangs below it. Pages below that are still held belong to a request that
-        computed the same beginning beside another; they stay with it and are only not found any more."""
+        """Forget a page and whatever hangs below it. Pages below that are still held belong to a
+        request that computed the same beginning beside another; they stay with it and are only not
+        found any more."""
         del node.parent.children[node.key]
         below = [node]
         while below:

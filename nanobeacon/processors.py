@@ -1,10 +1,11 @@
-"""What changes a row of logits before a token is sampled: one hook, and the fields that are small uses of it.
+"""What changes a row of logits before a token is sampled: one hook, and the fields that are
+small uses of it.
 
-A processor is `f(token_ids, logits)`: the ids of prompt and output so far (to read only) and float32 logits
-[V], changed in place (it returns None) or answered with other logits [V]. `Processing` holds those of one
-request, in the order of transformers: bias, repetition penalty, bad ids, minimum length, then the user's own.
-Knows nothing of temperature, filters and draws, which come after it, nor of a batch: requests without a
-processor never get here.
+A processor is `f(token_ids, logits)`: the ids of prompt and output so far (to read only) and
+float32 logits [V], changed in place (it returns None) or answered with other logits [V].
+`Processing` holds those of one request, in the order of transformers: bias, repetition penalty, bad
+ids, minimum length, then the user's own. Knows nothing of temperature, filters and draws, which
+come after it, nor of a batch: requests without a processor never get here.
 """
 
 import torch
@@ -16,7 +17,8 @@ from .request import LogitsProcessor, Request
 class RepetitionPenalty:
     """Divides positive logits of every id seen so far by `penalty`, multiplies negative ones by it.
 
-    The ids seen are kept from step to step: a step adds its own token and costs no pass over the output."""
+    The ids seen are kept from step to step: a step adds its own token and costs no pass over
+    the output."""
 
     def __init__(self, penalty: float) -> None:
         self.penalty = penalty
@@ -25,8 +27,10 @@ class RepetitionPenalty:
         self._ids: Tensor | None = None  # the same ids, int64 on the logits' device
 
     def __call__(self, token_ids: list[int], logits: Tensor) -> None:
-        """Penalise, in place, every id among `token_ids` (prompt and output) in logits float32 [V]."""
-        # 1. Ids that are new since the last call. Ids beyond the row (padded vocabularies) cannot be sampled.
+        """Penalise, in place, every id among `token_ids` (prompt and output) in logits
+        float32 [V]."""
+        # 1. Ids that are new since the last call. Ids beyond the row (padded vocabularies) cannot
+        #    be sampled.
         new = dict.fromkeys(token_ids[self._count :])
         new = [i for i in new if i not in self._known and i < len(logits)]
         self._count = len(token_ids)
@@ -73,7 +77,8 @@ class Processing:
 
     @staticmethod
     def of(request: Request) -> "Processing | None":
-        """What the request's parameters ask for; None where that is nothing, or its output is given."""
+        """What the request's parameters ask for; None where that is nothing, or its
+        output is given."""
         params = request.params
         found: list[tuple[str, LogitsProcessor]] = []
         if params.logit_bias:

@@ -10,7 +10,8 @@ from typing import Any
 
 from .policies import check, check_whole
 
-LogitsProcessor = Callable[[list[int], Any], Any]  # (token ids, one row of logits) -> a row, or None
+# (token ids, one row of logits) -> a row, or None
+LogitsProcessor = Callable[[list[int], Any], Any]
 
 # Number fields: what is possible, in code and in words. None is "not given" in all of them.
 NUMBERS = {
@@ -21,7 +22,8 @@ NUMBERS = {
 }
 # Whole numbers and their least values; None: any.
 WHOLE_NUMBERS = {"max_tokens": 1, "min_tokens": 0, "top_k": -1, "n": 1, "logprobs": 0, "seed": None}
-# What a field means that neither the user nor the checkpoint sets: greedy, and nothing changes the logits.
+# What a field means that neither the user nor the checkpoint sets: greedy, and nothing
+# changes the logits.
 NEUTRAL = {
     "temperature": 0.0,
     "top_p": 1.0,
@@ -34,11 +36,12 @@ NEUTRAL = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. None: as generation_config.json says, else neutral.
+    """How one request is sampled and when it ends. None: as generation_config.json says,
+    else neutral.
 
-    temperature 0 is greedy; top_k 0 (or -1), top_p 1 and min_p 0 are off; top_p 0 is the best token alone;
-    max_tokens None is the checkpoint's, else what the context leaves;
-    logprobs=k returns each token's log-probability and the k best, before temperature and filters.
+    temperature 0 is greedy; top_k 0 (or -1), top_p 1 and min_p 0 are off; top_p 0 is the best token
+    alone; max_tokens None is the checkpoint's, else what the context leaves; logprobs=k returns
+    each token's log-probability and the k best, before temperature and filters.
 
     Before those filters the logits of a row may be changed (`processors.py`), in this order:
     `logit_bias` {id: number added}; `repetition_penalty` (1 is off) for the ids of prompt and output;
@@ -111,10 +114,12 @@ class SamplingParams:
         return [*self.bad_token_ids, *(self.logit_bias or ())]
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingParams":
-        """Every open sampling field filled from `defaults`, else with its neutral value (greedy)."""
+        """Every open sampling field filled from `defaults`, else with its neutral value
+        (greedy)."""
         filled = {k: defaults.get(k, v) for k, v in NEUTRAL.items() if getattr(self, k) is None}
         settled = replace(self, **filled)
-        # Other spellings of the same: -1 candidates are all, a nucleus of nothing is the best token alone.
+        # Other spellings of the same: -1 candidates are all, a nucleus of nothing is the best
+        # token alone.
         if settled.top_k == -1:
             settled = replace(settled, top_k=0)
         if settled.top_p == 0:
@@ -137,12 +142,13 @@ Listener = Callable[[int, Any], None]  # sees (index, logits) of each output tok
 
 @dataclass(eq=False)
 class Request:
-    """One completion on its way. Three lengths and how they relate:
-    num_tokens = prompt + output, what was read or sampled; num_computed <= num_tokens, the positions whose
-    keys and values were computed; cached_length <= num_computed, the slots still held, which eviction lowers.
-    The next position is num_computed, the next slot is cached_length: one is logical, the other physical."""
+    """One completion on its way. Three lengths and how they relate: num_tokens = prompt + output,
+    what was read or sampled; num_computed <= num_tokens, the positions whose keys and values were
+    computed; cached_length <= num_computed, the slots still held, which eviction lowers. The next
+    position is num_computed, the next slot is cached_length: one is logical, the other physical."""
 
-    arrival: int  # number of its prompt in the order of arrival; the n completions of one prompt share it
+    # number of its prompt in the order of arrival; the n completions of one prompt share it
+    arrival: int
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
@@ -161,7 +167,8 @@ class Request:
     num_seen: int = 0  # output tokens that whoever runs it knows of
     on_logits: Listener | None = None
     draw: Any = None  # how its tokens are sampled, but for the random number
-    processing: Any = None  # what changes its logits before a token is sampled, where something does
+    # what changes its logits before a token is sampled, where something does
+    processing: Any = None
     finish_reason: str | None = None
     error: str | None = None
 
@@ -172,11 +179,13 @@ class Request:
     one_run: bool = False  # whether these lie behind each other
     row: int = 0  # its row of the query buffer and of the page table; 0 is nobody's
     buffer_count: int = 0  # queries held in that row, for policies that reduce
-    leader: "Request | None" = None  # completion of the same prompt whose prefill this one waits for
+    # completion of the same prompt whose prefill this one waits for
+    leader: "Request | None" = None
     budgeted: bool = False  # an eviction may touch what is not protected
     prefix_node: Any = None  # the last of its pages that the prefix cache knows …
     pages_inserted: int = 0  # … and how many these are
-    found_row: int = 0  # kept row of the query buffer that is copied into its own before its first step
+    # kept row of the query buffer that is copied into its own before its first step
+    found_row: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -191,16 +200,19 @@ class Request:
 
     @property
     def num_given(self) -> int:
-        """Of a forced output: tokens that can be fed at once while it decodes; the last is never fed."""
+        """Of a forced output: tokens that can be fed at once while it decodes; the last
+        is never fed."""
         return len(self.forced) - len(self.output_token_ids)
 
     @property
     def evictable(self) -> int:
-        """L of METHOD.md: cached tokens that count against the budget, below 0 until the protected are in."""
+        """L of METHOD.md: cached tokens that count against the budget, below 0 until the
+        protected are in."""
         return self.cached_length - self.protected
 
     def chance(self, purpose: str, position: int) -> float:
-        """A number in [0, 1) from seed, purpose and position; completions share those inside their prompt."""
+        """A number in [0, 1) from seed, purpose and position; completions share those inside
+        their prompt."""
         completion = self.completion if position >= len(self.prompt_token_ids) else 0
         return random.Random(f"{purpose} {self.seed:x} {completion} {position}").random()
 
@@ -231,10 +243,12 @@ class Request:
         return self.stream.take()
 
     def _catch_up(self) -> None:
-        """Decode what is there. Text that stop strings are looked for in has been decoded by the engine."""
+        """Decode what is there. Text that stop strings are looked for in has been decoded by
+        the engine."""
         if self.params.stop:
             return
-        ended = self.finish_reason is not None  # asked first: another thread may be ending it just now
+        # asked first: another thread may be ending it just now
+        ended = self.finish_reason is not None
         self.decode()
         if ended:
             self.stream.finish()

@@ -1,7 +1,8 @@
 """Rotary position embedding: inverse frequencies of every kind, cos and sin of positions, rotation.
 
-It knows nothing about checkpoints, caches or batches. All in float32, whatever the model's dtype, in the
-order of operations models are trained with: at position 30,000 the last bits of a frequency are visible."""
+It knows nothing about checkpoints, caches or batches. All in float32, whatever the model's dtype,
+in the order of operations models are trained with: at position 30,000 the last bits of a frequency
+are visible."""
 
 import math
 
@@ -12,7 +13,8 @@ from .config import RopeConfig
 
 
 class Rope:
-    """RoPE of one model. `max_position_embeddings`: the context before scaling, if `config` has none."""
+    """RoPE of one model. `max_position_embeddings`: the context before scaling, if
+    `config` has none."""
 
     def __init__(self, config: RopeConfig, head_dim: int, max_position_embeddings: int, device: torch.device):
         self.config = config
@@ -23,14 +25,15 @@ class Rope:
         self.inv_freq = _inverse_frequencies(config, exponents, self.context).to(device)  # [D/2]
 
     def cos_sin(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [.., D/2], of integer positions [..].
-        lengths [..] (kind dynamic only): what decides a token's base, max(prompt length, position + 1)."""
+        """cos and sin, float32 [.., D/2], of integer positions [..]. lengths [..] (kind dynamic
+        only): what decides a token's base, max(prompt length, position + 1)."""
         inv_freq = self._dynamic(lengths) if self.config.kind == "dynamic" else self.inv_freq
         angles = positions[..., None].float() * inv_freq
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
     def _dynamic(self, lengths: Tensor | None) -> Tensor:
-        """Inverse frequencies [.., D/2] at these lengths: beyond the context the base grows (dynamic NTK)."""
+        """Inverse frequencies [.., D/2] at these lengths: beyond the context the base grows
+        (dynamic NTK)."""
         assert lengths is not None, "dynamic RoPE needs lengths"
         head_dim, factor = 2 * len(self.exponents), self.config.factor
         growth = factor * lengths.clamp(min=self.context) / self.context - (factor - 1)
@@ -39,7 +42,8 @@ class Rope:
 
     @staticmethod
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [.., D] by the rotate-half convention, rounded once; cos and sin broadcast to [.., D/2]."""
+        """x [.., D] by the rotate-half convention, rounded once; cos and sin broadcast to
+        [.., D/2]."""
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -58,7 +62,8 @@ def _inverse_frequencies(config: RopeConfig, exponents: Tensor, context: int) ->
             low, high = config.low_freq_factor, config.high_freq_factor
             kept = ((turns - low) / (high - low)).clamp(0, 1)
         case "yarn":
-            # The same, as a ramp over the index from the frequency of beta_fast turns to that of beta_slow
+            # The same, as a ramp over the index from the frequency of beta_fast turns to that
+            # of beta_slow
             head_dim, turns = 2 * len(exponents), (config.beta_fast, config.beta_slow)
             low, high = (math.log(context / (n * 2 * math.pi)) / (2 * math.log(config.theta)) for n in turns)
             low, high = head_dim * low, head_dim * high

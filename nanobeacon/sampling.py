@@ -1,8 +1,9 @@
 """Logits to token ids: filters, seeded draws, log-probabilities.
 
-Knows nothing of requests, models or where seeds come from: one row of logits and one `Draw` give one id,
-whatever rows stand beside it. For that, candidates are ranked by (logit, then id), a total order, and
-probabilities are whole numbers, whose sums are exact in any order and for any number of candidates looked at.
+Knows nothing of requests, models or where seeds come from: one row of logits and one `Draw` give
+one id, whatever rows stand beside it. For that, candidates are ranked by (logit, then id), a total
+order, and probabilities are whole numbers, whose sums are exact in any order and for any number of
+candidates looked at.
 
 `sample_exact` is the specification: it sorts a row and reads like the steps it takes. `sample` gives the same
 ids and looks at a few candidates. Where a rounding could change what comes out, it asks `sample_exact`.
@@ -16,10 +17,13 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-UNIT = 2**42  # weight of a row's best token: sums over a vocabulary of up to 2**20 tokens fit an int64
-ROWS = 16  # looked at once as a whole: what bounds the memory that sampling takes, whatever the batch
+# weight of a row's best token: sums over a vocabulary of up to 2**20 tokens fit an int64
+UNIT = 2**42
+# looked at once as a whole: what bounds the memory that sampling takes, whatever the batch
+ROWS = 16
 DEPTH = 64  # logits in a block, of which the largest stands for all
-# Blocks looked at, and rows at once: first a few blocks, then more for the rows whose nucleus is larger
+# Blocks looked at, and rows at once: first a few blocks, then more for the rows whose
+# nucleus is larger
 LEVELS = ((64, 6 * ROWS), (512, ROWS))
 CANDIDATES = 1024  # ranked at most; only a row that needs more is sorted
 MARGIN = 2e-5  # relative error of a float32 total, at most: see `_total`
@@ -27,7 +31,8 @@ MARGIN = 2e-5  # relative error of a float32 total, at most: see `_total`
 
 @dataclass(frozen=True)
 class Draw:
-    """How one row is sampled; `SamplingParams` has checked the values. The defaults filter nothing."""
+    """How one row is sampled; `SamplingParams` has checked the values. The defaults
+    filter nothing."""
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -44,20 +49,22 @@ GREEDY = Draw(temperature=0.0)
 
 
 def uniform(seed: int, completion: int, position: int) -> float:
-    """A number in [0, 1) of 53 random bits: a pure function of ints of any size, equal on every platform."""
+    """A number in [0, 1) of 53 random bits: a pure function of ints of any size, equal on
+    every platform."""
     # Hexadecimal, because Python refuses to print ints of more than 4,300 decimal digits.
     digest = blake2b(f"{seed:x},{completion:x},{position:x}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
 def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
-    """Ids int64 [R] for logits [R, V]: temperature, top-k, top-p, min-p, each on what the one before left.
+    """Ids int64 [R] for logits [R, V]: temperature, top-k, top-p, min-p, each on what the
+    one before left.
 
-    -inf is never drawn while another logit is there; a row of -inf, or with NaN, gives some id below V.
-    Rows with top-k or top-p read the logits about three times (copy to float32, block maxima, sum of
-    exponentials), with 4 bytes a logit for 6 * ROWS rows at a time; only a large nucleus is sorted. Which
-    rows need a second look is read from the device once. Rows with neither are weighed in float64 in the
-    order of ids, ROWS at a time."""
+    -inf is never drawn while another logit is there; a row of -inf, or with NaN, gives some id
+    below V. Rows with top-k or top-p read the logits about three times (copy to float32, block
+    maxima, sum of exponentials), with 4 bytes a logit for 6 * ROWS rows at a time; only a large
+    nucleus is sorted. Which rows need a second look is read from the device once. Rows with neither
+    are weighed in float64 in the order of ids, ROWS at a time."""
     vocabulary = logits.shape[-1]
     tokens = logits.argmax(-1)
     kinds = [_kind(draw, vocabulary) for draw in rows]
@@ -85,7 +92,8 @@ def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
 
 
 def sample_exact(logits: Tensor, draw: Draw) -> int:
-    """The id that one row of logits [V] gives, in the steps of the definition. `sample` gives the same."""
+    """The id that one row of logits [V] gives, in the steps of the definition. `sample`
+    gives the same."""
     vocabulary = len(logits)
     # 1. Temperature 0 and top-k 1 leave the best token, of equal ones the first.
     if _kind(draw, vocabulary) == "greedy":
@@ -109,8 +117,8 @@ def sample_exact(logits: Tensor, draw: Draw) -> int:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Raw log-probabilities float32 [R] of token_ids int64 [R] under logits [R, V]; the k best ids int64
-    [R, k], equal ones in ascending order, and theirs, float32 [R, k]."""
+    """Raw log-probabilities float32 [R] of token_ids int64 [R] under logits [R, V]; the k best ids
+    int64 [R, k], equal ones in ascending order, and theirs, float32 [R, k]."""
     best = min(k, logits.shape[-1])
     ids = logits.new_empty(len(logits), 1 + best, dtype=torch.int64)
     values = logits.new_empty(ids.shape, dtype=torch.float32)
@@ -124,7 +132,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
 
 
 def _index(rows: list[int]) -> slice | list[int]:
-    """An index for ascending rows: a slice, which copies nothing, where they lie behind each other."""
+    """An index for ascending rows: a slice, which copies nothing, where they lie behind
+    each other."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return rows
@@ -161,8 +170,8 @@ def _draw_in_order_of_ids(row: Tensor, columns: Tensor) -> Tensor:
 def _draw_from_candidates(logits: Tensor, columns: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Ids int64 [R] for logits [R, V], from the best of V; and which of them are certain, bool [R].
 
-    Certain: `sample_exact` gives the same. Not certain: the row needs more candidates, the total's rounding
-    decides, or its logits are not finite."""
+    Certain: `sample_exact` gives the same. Not certain: the row needs more candidates, the total's
+    rounding decides, or its logits are not finite."""
     temperature, top_k, top_p, min_p, uniforms = columns.T.unsqueeze(-1)  # each [R, 1]
     rows, vocabulary = logits.shape
     # 1. The one float32 copy, as DEPTH lines of `width` logits: a block is a column of it.
@@ -192,7 +201,8 @@ def _draw_from_candidates(logits: Tensor, columns: Tensor, blocks: int) -> tuple
     about = _total(lines, best, temperature) * UNIT
     low = torch.where(has_top_k, total.double(), about * (1 - MARGIN))
     high = torch.where(has_top_k, total.double(), about * (1 + MARGIN))
-    # 6. A larger total never leads to an earlier pick: where both bounds pick the same, so does the total.
+    # 6. A larger total never leads to an earlier pick: where both bounds pick the same, so does
+    #    the total.
     before = weights.cumsum(-1) - weights
     first = _pick(weights * (before < top_p * low), min_p, uniforms)
     last = _pick(weights * (before < top_p * high), min_p, uniforms)
@@ -203,12 +213,13 @@ def _draw_from_candidates(logits: Tensor, columns: Tensor, blocks: int) -> tuple
 
 
 def _total(lines: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    """About the sum of exp((logit - best) / temperature), float64 [R, 1], over lines [R, DEPTH, width].
+    """About the sum of exp((logit - best) / temperature), float64 [R, 1], over lines [R,
+    DEPTH, width].
 
-    Destroys `lines`: it is the place for the exponentials. The error: a difference, a quotient and a
-    temperature in float32 move an exponent by 1.8e-7 of its size, and one below -50 adds nothing, so 9e-6;
-    the exponential itself and 64 sums in float32 move the total by 5e-6. NaN where float32 cannot hold the
-    temperature."""
+    Destroys `lines`: it is the place for the exponentials. The error: a difference, a quotient and
+    a temperature in float32 move an exponent by 1.8e-7 of its size, and one below -50 adds nothing,
+    so 9e-6; the exponential itself and 64 sums in float32 move the total by 5e-6. NaN where float32
+    cannot hold the temperature."""
     possible = (temperature > 1e-30) & (temperature < 1e30)
     scale = torch.where(possible, temperature, torch.nan).float()
     lines.sub_(best[..., None]).div_(scale[..., None]).exp_()
@@ -229,13 +240,15 @@ def _ranked(logits: Tensor, width: int, ids: Tensor | None = None) -> Tensor:
 
 
 def _weights(logits: Tensor, row: Tensor, temperature: Tensor) -> Tensor:
-    """Probabilities of logits [R, N], int64: UNIT for the best of row [R, V], the others in proportion."""
+    """Probabilities of logits [R, N], int64: UNIT for the best of row [R, V], the others in
+    proportion."""
     best = row.amax(-1, keepdim=True).double().clamp(min=torch.finfo(torch.float32).min)
     return logits.double().sub_(best).div_(temperature).exp_().mul_(UNIT).round_().long()
 
 
 def _pick(weights: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
-    """Min-p, then the position int64 [R, 1] in weights [R, N] where their running sum exceeds u * total."""
+    """Min-p, then the position int64 [R, 1] in weights [R, N] where their running sum
+    exceeds u * total."""
     cumulative = (weights * (weights >= min_p * UNIT)).cumsum(-1)
     total = cumulative[:, -1:]
     # Rounding must not lead past the last token.

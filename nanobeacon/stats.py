@@ -1,4 +1,5 @@
-"""`Stats`: what an engine has done, counted. Plain numbers; knows requests and plans, nothing of tensors."""
+"""`Stats`: what an engine has done, counted. Plain numbers; knows requests and plans, nothing
+of tensors."""
 
 from dataclasses import dataclass
 
@@ -7,19 +8,22 @@ from .scheduler import Plan
 
 @dataclass
 class Stats:
-    """What an engine has done; seconds are wall time, bytes maxima over steps, summed over requests."""
+    """What an engine has done; seconds are wall time, bytes maxima over steps, summed
+    over requests."""
 
     prompt_tokens: int = 0  # computed: what a preemption repeats is counted again
     prefix_tokens: int = 0  # found in the prefix cache instead of computed
     output_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    eviction_seconds: float = 0.0  # part of decode_seconds, or of prefill_seconds where a prompt evicts
+    # part of decode_seconds, or of prefill_seconds where a prompt evicts
+    eviction_seconds: float = 0.0
     evictions: int = 0
     peak_cached_tokens: int = 0  # most held by one request
     peak_kv_bytes: int = 0  # pages in use
     full_kv_bytes: int = 0  # what no budget would have held
-    query_buffer_bytes: int = 0  # rows of running requests, and those kept at borders of known prefixes
+    # rows of running requests, and those kept at borders of known prefixes
+    query_buffer_bytes: int = 0
 
     def count_memory(self, cached_tokens: int, kv_bytes: int, full_bytes: int, query_bytes: int) -> None:
         """Raise the maxima to what one step held; taken while all that it stored is there."""

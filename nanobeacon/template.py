@@ -1,8 +1,9 @@
-"""Chat templates, rendered within bounds: they come with downloaded checkpoints and may hold anything.
+"""Chat templates, rendered within bounds: they come with downloaded checkpoints and may
+hold anything.
 
-jinja2's sandbox keeps a template from reaching into Python. This room keeps it from running for ever and from
-filling the memory: every loop, call, filter, assignment and joined text of a template asks a `Meter`. Knows
-nothing of tokens or of messages.
+jinja2's sandbox keeps a template from reaching into Python. This room keeps it from running for
+ever and from filling the memory: every loop, call, filter, assignment and joined text of a template
+asks a `Meter`. Knows nothing of tokens or of messages.
 """
 
 import json
@@ -23,10 +24,12 @@ from jinja2.visitor import NodeTransformer
 from .messages import Null
 
 SECONDS = 10.0  # that compiling and rendering may take
-MOST = 1 << 23  # characters and items of any text, list or result: eight times the text of 250,000 tokens
+# characters and items of any text, list or result: eight times the text of 250,000 tokens
+MOST = 1 << 23
 MOST_BITS = 10_000  # of a whole number
 LONG_NUMBER = re.compile(r"\d{5,}|%[^%a-zA-Z]*\*")  # widths in a format that make much of little
-# Filters and methods whose results can be far larger than what goes in, and which no chat template needs.
+# Filters and methods whose results can be far larger than what goes in, and which no chat
+# template needs.
 REFUSED_FILTERS = ("batch", "center", "filesizeformat", "slice", "sum", "urlize", "wordwrap", "xmlattr")
 REFUSED_METHODS = ("expandtabs", "maketrans", "translate")
 
@@ -47,7 +50,8 @@ class Meter:
             raise SecurityError(f"it takes longer than {SECONDS:g} seconds")
 
     def size(self, value: Any, limit: int = MOST) -> int:
-        """Characters and items in a value and in all that it holds, once for each place. Stops at `limit`."""
+        """Characters and items in a value and in all that it holds, once for each place. Stops
+        at `limit`."""
         total = 0
         todo = [value]
         while todo:
@@ -119,7 +123,8 @@ class _Metered(NodeTransformer):
 
 
 class Generation(Extension):
-    """{% generation %} marks an assistant's text for training; to render it is to render what it holds."""
+    """{% generation %} marks an assistant's text for training; to render it is to render
+    what it holds."""
 
     tags = {"generation"}
 
@@ -162,7 +167,8 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def _guarded(self, name: str, function: Callable) -> Callable:
         """A filter that weighs what goes in and what comes out."""
-        own = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja's context comes before the value
+        # jinja's context comes before the value
+        own = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)  # jinja looks for its marks on it
         def guarded(*arguments: Any, **named: Any) -> Any:
@@ -182,7 +188,8 @@ class Environment(ImmutableSandboxedEnvironment):
         self.meter.grows(self._growth(name, arguments))
 
     def _growth(self, name: str, arguments: list[Any]) -> int:
-        """The most characters a call can make of its arguments; 0 where that is no more than they have."""
+        """The most characters a call can make of its arguments; 0 where that is no more
+        than they have."""
         size = self.meter.size
         if name == "join":
             return prod(size(argument) for argument in arguments)
@@ -247,7 +254,8 @@ def compiled(source: str) -> Template:
 
 
 def rendered(template: Template, variables: dict[str, Any]) -> str:
-    """The text of a compiled template. Whatever fails is a TemplateError or an error of Python's own."""
+    """The text of a compiled template. Whatever fails is a TemplateError or an error of
+    Python's own."""
     meter = template.environment.meter
     meter.start()
     pieces = []

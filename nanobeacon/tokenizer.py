@@ -1,8 +1,10 @@
-"""Text to ids and back: a checkpoint's tokenizer, its chat template, and text that grows token by token.
+"""Text to ids and back: a checkpoint's tokenizer, its chat template, and text that grows
+token by token.
 
-Knows nothing of requests, models or torch. tokenizer.json alone decides how text is cut, and which special
-tokens plain text gets; tokenizer_config.json names special tokens, may hold the chat template, and may know
-added tokens that tokenizer.json lacks, as added_tokens.json may: fine-tunes often keep the base's file."""
+Knows nothing of requests, models or torch. tokenizer.json alone decides how text is cut, and which
+special tokens plain text gets; tokenizer_config.json names special tokens, may hold the chat
+template, and may know added tokens that tokenizer.json lacks, as added_tokens.json may: fine-tunes
+often keep the base's file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +33,8 @@ ADDED_TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 
 class Tokenizer:
-    """A tokenizers backend, settings as in tokenizer_config.json, and the source of a chat template."""
+    """A tokenizers backend, settings as in tokenizer_config.json, and the source of a
+    chat template."""
 
     def __init__(self, backend: Backend, settings: dict | None = None, chat_template: str | None = None):
         backend.no_truncation()
@@ -39,7 +42,8 @@ class Tokenizer:
         self.backend = backend
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        # A special token is given as its text or as {"content": its text}; null is as good as absent.
+        # A special token is given as its text or as {"content": its text}; null is as
+        # good as absent.
         named = {name: value for name, value in (settings or {}).items() if name.endswith("_token")}
         texts = {name: value["content"] if type(value) is dict else value for name, value in named.items()}
         self.special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -50,7 +54,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer | None":
-        """None if a folder has no tokenizer files; ValueError if it has some, but no good tokenizer.json."""
+        """None if a folder has no tokenizer files; ValueError if it has some, but no good
+        tokenizer.json."""
         folder = Path(folder)
         found = sorted({file.name for pattern in TOKENIZER_FILES for file in folder.glob(pattern)})
         if not found:
@@ -78,7 +83,8 @@ class Tokenizer:
             ) from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids, with what tokenizer.json adds to plain text or without it: a template writes its own BOS."""
+        """Ids, with what tokenizer.json adds to plain text or without it: a template writes
+        its own BOS."""
         try:
             return self.backend.encode(text, add_special_tokens=special).ids
         except TypeError as error:  # no str, or one with lone surrogates
@@ -99,19 +105,23 @@ class Tokenizer:
         continue_final: bool = False,
         **variables,
     ) -> str:
-        """A conversation as text, to be encoded with special=False; the template gets all variables.
+        """A conversation as text, to be encoded with special=False; the template gets all
+        variables.
 
-        enable_thinking: None leaves the template's own default. continue_final: the text ends with the last
-        message's, for the model to go on with it. ValueError for what the template cannot render."""
+        enable_thinking: None leaves the template's own default. continue_final: the text ends
+        with the last message's, for the model to go on with it. ValueError for what the template
+        cannot render."""
         if self.chat_template is None:
             raise ValueError("the model has no chat template (or none named 'default'): use plain text")
         if not are_messages(messages):
             raise ValueError(f"messages have to be dicts with a 'role', not {messages!r:.200}")
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
-        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}  # none is not undefined
+        # none is not undefined
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
         given = self.special_tokens | defaults | variables
-        # 1. Messages as templates expect them, the last one marked where the model is to go on with it.
+        # 1. Messages as templates expect them, the last one marked where the model is to go
+        #    on with it.
         shown = [plain_message(message) for message in messages]
         for message in shown:
             if is_parts(message.get("content")):
@@ -131,7 +141,8 @@ class Tokenizer:
         return up_to_mark(text) if continue_final else text
 
     def _render_parts(self, given: dict, messages: list[dict]) -> str | None:
-        """Rendered with contents that are lists of parts; None where the template does not take them."""
+        """Rendered with contents that are lists of parts; None where the template does
+        not take them."""
         try:
             text = rendered(self._template, given | {"messages": messages})
         except Exception:  # whatever it is: the texts alone are tried next
@@ -140,12 +151,14 @@ class Tokenizer:
 
 
 class TextStream:
-    """The text of a growing list of ids, in pieces that are final once given out: joined, they are `.text`.
+    """The text of a growing list of ids, in pieces that are final once given out: joined,
+    they are `.text`.
 
-    New ids are decoded behind those before them, at first the prompt's end, because some decoders drop the
-    space a text begins with. The stop string that is complete first counts, of several then the longest.
-    Special tokens are no text, but a stop string may name them: it is looked for in text that shows those.
-    In the text of the first `min_tokens` ids no stop string is looked for."""
+    New ids are decoded behind those before them, at first the prompt's end, because some decoders
+    drop the space a text begins with. The stop string that is complete first counts, of several
+    then the longest. Special tokens are no text, but a stop string may name them: it is looked
+    for in text that shows those. In the text of the first `min_tokens` ids no stop string is
+    looked for."""
 
     def __init__(
         self,
@@ -166,8 +179,9 @@ class TextStream:
         self._pieces: list[str] = []
         self._new: list[str] = []  # those that nobody has taken yet
         tail = [token_id for token_id in prompt_token_ids[-WINDOW:] if tokenizer.has_text(token_id)]
-        # The tail may begin inside a character, which byte-fallback decoders do not forgive: try four places.
-        # If none ends whole, the prompt ends inside a character, which must not spill into the output.
+        # The tail may begin inside a character, which byte-fallback decoders do not forgive: try
+        # four places. If none ends whole, the prompt ends inside a character, which must not spill
+        # into the output.
         tails = (tail[start:] for start in range(CHARACTER))
         self._follow(next((ids for ids in tails if not tokenizer.decode(ids).endswith(UNKNOWN)), []))
 
@@ -210,18 +224,20 @@ class TextStream:
 
     def _advance(self, last: bool) -> str:
         """The text that the pending ids make certain; all of theirs if they are the last."""
-        # 1. Decode the pending ids behind their context. New bytes can spoil the context's last character;
-        #    then they are decoded as if nothing came before.
+        # 1. Decode the pending ids behind their context. New bytes can spoil the context's last
+        #    character; then they are decoded as if nothing came before.
         text = self.tokenizer.decode(self._context + self._pending)
         if text.startswith(self._context_text):
             text = text[len(self._context_text) :]
         else:
             text = self.tokenizer.decode(self._pending)
-        # 2. A character that is not whole yet shows as up to three unknowns at the end; the rest is certain.
+        # 2. A character that is not whole yet shows as up to three unknowns at the end; the rest
+        #    is certain.
         unknown = min(len(text) - len(text.rstrip(UNKNOWN)), CHARACTER - 1)
         whole = last or (text and not unknown) or len(self._pending) >= WINDOW
         certain = len(text) if whole else max(len(text) - unknown, self._given)
-        # 3. What is certain and did not go on yet goes on now; whole text becomes the next ids' context.
+        # 3. What is certain and did not go on yet goes on now; whole text becomes the next
+        #    ids' context.
         new = text[self._given : certain]
         self._given = certain
         if whole:
@@ -229,13 +245,14 @@ class TextStream:
         return new
 
     def _release(self, new: str, last: bool) -> str:
-        """What of the certain text can be given out: up to a stop string, or to where one may have begun."""
+        """What of the certain text can be given out: up to a stop string, or to where one may
+        have begun."""
         # 1. Look for stop strings that end in the new text, from where one could have begun.
         text = self._held + new
         found = [(text.find(stop), stop) for stop in self.stop if stop in text]
         self.stopped = bool(found)
-        # 2. Cut before the one that is complete first, of several then the longest; else hold back what the
-        #    next text could complete.
+        # 2. Cut before the one that is complete first, of several then the longest; else hold back
+        #    what the next text could complete.
         if found:
             _, cut = min((at + len(stop), at) for at, stop in found)
             self._held = ""
@@ -253,14 +270,16 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The most characters at the end of a text that are the beginning of a stop string, not all of it."""
+    """The most characters at the end of a text that are the beginning of a stop string,
+    not all of it."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 def _mark_special(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[dict[int, str], tuple[str, ...]]:
-    """Special tokens that stop strings name, each with a mark that no text can hold (a lone surrogate), and
-    the stop strings with these marks in their place: a token is found by its id, never by its spelling."""
+    """Special tokens that stop strings name, each with a mark that no text can hold (a lone
+    surrogate), and the stop strings with these marks in their place: a token is found by its id,
+    never by its spelling."""
     texts = {token_id: tokenizer.backend.id_to_token(token_id) for token_id in tokenizer.special_ids}
     longest_first = sorted(texts, key=lambda token_id: (-len(texts[token_id]), token_id))
     marks: dict[int, str] = {}

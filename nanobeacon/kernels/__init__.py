@@ -1,7 +1,8 @@
-"""The seam between the engine and its kernels: the one place that decides between Triton and plain torch.
+"""The seam between the engine and its kernels: the one place that decides between Triton
+and plain torch.
 
-Knows a device and two shapes; nothing of models or requests. The Triton files are imported only when they are
-used, so that a machine without Triton (macOS, Windows) never asks for it."""
+Knows a device and two shapes; nothing of models or requests. The Triton files are imported only
+when they are used, so that a machine without Triton (macOS, Windows) never asks for it."""
 
 import os
 from importlib.util import find_spec
@@ -13,10 +14,11 @@ from nanobeacon.kernels import reference
 
 
 def choose(device: torch.device | str, head_dim: int, page_size: int) -> ModuleType | SimpleNamespace:
-    """The kernels for a device, a head dim and a page size: `add_rms_norm, store, paged_attention, silu_mul,
-    reduce, reduce_chunks, scores, redundancy, compact`, with the signatures of `reference`.
-    Triton on a CUDA (or ROCm) device, and on a CPU under TRITON_INTERPRET=1, where the shape allows it (head
-    dim a multiple of 16 up to 256, page size a power of two); the reference everywhere else."""
+    """The kernels for a device, a head dim and a page size: `add_rms_norm, store, paged_attention,
+    silu_mul, reduce, reduce_chunks, scores, redundancy, compact`, with the signatures of
+    `reference`. Triton on a CUDA (or ROCm) device, and on a CPU under TRITON_INTERPRET=1, where the
+    shape allows it (head dim a multiple of 16 up to 256, page size a power of two); the reference
+    everywhere else."""
     device = torch.device(device)
     fits = head_dim % 16 == 0 and 16 <= head_dim <= 256 and page_size & (page_size - 1) == 0
     if device.type == "cuda":  # bf16 products need sm_80 on NVIDIA
@@ -27,7 +29,8 @@ def choose(device: torch.device | str, head_dim: int, page_size: int) -> ModuleT
 
 
 def triton_kernels() -> SimpleNamespace:
-    """The Triton side, whatever the device: what `choose` returns, and what is compiled ahead of time."""
+    """The Triton side, whatever the device: what `choose` returns, and what is compiled
+    ahead of time."""
     from nanobeacon.kernels import attention, compaction, fps, fused, redundancy, scoring, store
 
     return SimpleNamespace(

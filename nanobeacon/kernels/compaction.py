@@ -1,14 +1,16 @@
 """Compaction of the kept slots in Triton, in place; the twin of `reference.compact`.
 
-Knows nothing of scores or budgets: it is told which slots stay. In place means that a source might be
-overwritten before it is read. Why that cannot happen here:
+Knows nothing of scores or budgets: it is told which slots stay. In place means that a source might
+be overwritten before it is read. Why that cannot happen here:
 
-* One program walks one (request, layer, KV head), and no two programs share a slot that is written: the pages
-  that requests share hold protected tokens, below `start`.
-* It goes tile by tile, ascending. `keep` ascends strictly and keep[i] >= start + i, so the sources of a tile
-  lie above every target of the tiles before it: what a finished tile has written is never a source again.
-* Inside a tile a target may be another thread's source. So all threads load the whole tile, and only behind a
-  barrier does any of them store. The barrier after the stores keeps all threads in one tile."""
+* One program walks one (request, layer, KV head), and no two programs share a slot that is written:
+  the pages that requests share hold protected tokens, below `start`.
+* It goes tile by tile, ascending. `keep` ascends strictly and keep[i] >= start + i, so the sources
+  of a tile lie above every target of the tiles before it: what a finished tile has written is never
+  a source again.
+* Inside a tile a target may be another thread's source. So all threads load the whole tile, and
+  only behind a barrier does any of them store. The barrier after the stores keeps all threads
+  in one tile."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,8 @@
 """The element-wise work between two matrix products in one launch each; the twins in `reference`.
 
-Knows rows of a hidden size, nothing of attention or layers. A row fits the registers of one program, so it is
-read once: between two products a decode step then moves a few kilobytes a token and pays for one launch.
+Knows rows of a hidden size, nothing of attention or layers. A row fits the registers of one
+program, so it is read once: between two products a decode step then moves a few kilobytes a token
+and pays for one launch.
 """
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from nanobeacon.kernels import reference
 
-LARGEST_ROW = 32768  # values of a row that a program holds in registers; beyond that the reference is used
+# values of a row that a program holds in registers; beyond that the reference is used
+LARGEST_ROW = 32768
 TILE = 1024  # outputs of one program of `silu_mul`
 
 

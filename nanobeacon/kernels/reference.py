@@ -1,7 +1,8 @@
 """Every kernel in plain torch: the specification of the Triton files, and what runs without a GPU.
 
-Knows tensors only, no requests or policies. Shapes: T tokens of a forward pass, R (or B) requests, L layers,
-H query heads, K KV heads, G = H / K, D head dim, P page size, S slots (flat: page * P + offset), N queries.
+Knows tensors only, no requests or policies. Shapes: T tokens of a forward pass, R (or B) requests,
+L layers, H query heads, K KV heads, G = H / K, D head dim, P page size, S slots (flat: page * P +
+offset), N queries.
 """
 
 from collections.abc import Callable
@@ -10,22 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TIE = 1e-5  # values this close to the minimum count as equal in fps: rounding must not order exact duplicates
+# values this close to the minimum count as equal in fps: rounding must not order exact duplicates
+TIE = 1e-5
 SCRATCH = 256 << 20  # bytes that one pass of `scores` or `redundancy` may hold for itself
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: Tensor) -> Tensor:
-    """Root-mean-square norm over the last dimension: in float32, rounded to the scale's dtype, then scaled.
-    x [.., N] of any float dtype; scale [N], or what fits x; eps float32 [1]."""
+    """Root-mean-square norm over the last dimension: in float32, rounded to the scale's dtype, then
+    scaled. x [.., N] of any float dtype; scale [N], or what fits x; eps float32 [1]."""
     x = x.float()
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # two operators fewer than mean of squares
+    # two operators fewer than mean of squares
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     shrink = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * shrink).to(scale.dtype) * scale
 
 
 def add_rms_norm(hidden: Tensor, update: Tensor | None, scale: Tensor, eps: Tensor) -> Tensor:
-    """hidden += update (in place, where there is one), then its `rms_norm` [T, hidden], in the scale's dtype.
-    hidden float32 [T, hidden]; update [T, hidden] of any float dtype; scale [hidden]; eps float32 [1]."""
+    """hidden += update (in place, where there is one), then its `rms_norm` [T, hidden], in the
+    scale's dtype. hidden float32 [T, hidden]; update [T, hidden] of any float dtype; scale
+    [hidden]; eps float32 [1]."""
     if update is not None:
         hidden += update
     return rms_norm(hidden, scale, eps)
@@ -38,8 +42,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [.., D] by the rotate-half convention, in float32 and rounded once; cos, sin float32, broadcast to
-    [.., D/2]."""
+    """x [.., D] by the rotate-half convention, in float32 and rounded once; cos, sin float32,
+    broadcast to [.., D/2]."""
     first, second = x.float().chunk(2, dim=-1)
     turned_first = torch.addcmul(first * cos, second, sin, value=-1)
     turned_second = torch.addcmul(second * cos, first, sin)
@@ -51,12 +55,12 @@ def store(
     buffer: Tensor | None = None, buffer_rows: Tensor | None = None, buffer_slots: Tensor | None = None,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Norm (where the family has one) and rotation of q and k; k and v into their slots, unrotated q
-    into the query buffer; returns q [T, H, D], rotated.
+    """Norm (where the family has one) and rotation of q and k; k and v into their slots, unrotated
+    q into the query buffer; returns q [T, H, D], rotated.
 
-    qkv [T, H + 2K, D]; cos, sin float32 [T, D/2]; slots int64 [T]; keys, values [K, pages, P, D] of one
-    layer; buffer [rows, H, C, D] of one layer (any strides), its row and slot of each token int64 [T];
-    q_norm, k_norm [D] and eps float32 [1], as `rms_norm` takes them.
+    qkv [T, H + 2K, D]; cos, sin float32 [T, D/2]; slots int64 [T]; keys, values [K, pages, P, D] of
+    one layer; buffer [rows, H, C, D] of one layer (any strides), its row and slot of each token
+    int64 [T]; q_norm, k_norm [D] and eps float32 [1], as `rms_norm` takes them.
     """
     num_kv_heads = keys.shape[0]
     head_dim = keys.shape[-1]
@@ -83,12 +87,13 @@ def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, cached_lengths: Tensor, cu_seqlens: Tensor,
     max_query_length: int, max_cached_length: int, scale: float, runs: list[int | None] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of each request's queries over its own slots, causal by slot order; returns [T, H, D].
+    """Attention of each request's queries over its own slots, causal by slot order;
+    returns [T, H, D].
 
-    q [T, H, D]; keys, values [K, pages, P, D] of q's dtype, or bf16 beside a float32 q; page_table int32
-    [R, pages of the longest]; cached_lengths int32 [R], this step's tokens included; cu_seqlens int32
-    [R + 1]. Query i of n sees the slots below cached_length - n + i + 1. `runs`: first slots of the
-    requests whose pages are one run, read as a view.
+    q [T, H, D]; keys, values [K, pages, P, D] of q's dtype, or bf16 beside a float32 q; page_table
+    int32 [R, pages of the longest]; cached_lengths int32 [R], this step's tokens included;
+    cu_seqlens int32 [R + 1]. Query i of n sees the slots below cached_length - n + i + 1. `runs`:
+    first slots of the requests whose pages are one run, read as a view.
     """
     lengths = cached_lengths.tolist()
     if runs is None:
@@ -117,12 +122,14 @@ def _evenly_spaced(runs: list[int | None]) -> bool:
 
 
 def _attend_alike(q: Tensor, keys: Tensor, values: Tensor, runs: list, length: int, scale: float) -> Tensor:
-    """One query each for requests of one length in evenly spaced runs: one strided view, one product.
+    """One query each for requests of one length in evenly spaced runs: one strided view,
+    one product.
 
     Shapes as in `paged_attention`, with T = R and no run missing."""
     count, _, head_dim = q.shape
     num_kv_heads = len(keys)
-    distance = runs[1] - runs[0] if count > 1 else length  # slots from one request's first to the next's
+    # slots from one request's first to the next's
+    distance = runs[1] - runs[0] if count > 1 else length
     size = (count, num_kv_heads, length, head_dim)
     stride = (distance * head_dim, keys.stride(0), head_dim, 1)
     first = runs[0] * head_dim
@@ -132,13 +139,15 @@ def _attend_alike(q: Tensor, keys: Tensor, values: Tensor, runs: list, length: i
 
 
 def _attend_once(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One query each: q [R, H, D] over k, v [R, K, S, D], in their dtype; a group shares one pass over it."""
+    """One query each: q [R, H, D] over k, v [R, K, S, D], in their dtype; a group shares one
+    pass over it."""
     grouped = q.to(k.dtype).view(len(q), k.shape[1], -1, k.shape[-1])
     return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape).to(q.dtype)
 
 
 def _slots_of(cache: Tensor, pages: Tensor, length: int, first: int | None) -> Tensor:
-    """The first `length` slots of a request from [..., pages, P, D]: a view of its run, or gathered."""
+    """The first `length` slots of a request from [..., pages, P, D]: a view of its run,
+    or gathered."""
     if first is not None:
         return cache.flatten(-3, -2)[..., first : first + length, :]
     used = pages[: -(-length // cache.shape[-2])].long()
@@ -168,12 +177,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
-    """Farthest point sampling on cosine similarity (METHOD.md, "Query buffer"): int64 [B, m] picks in
-    pick order.
+    """Farthest point sampling on cosine similarity (METHOD.md, "Query buffer"): int64 [B, m] picks
+    in pick order.
 
-    queries [B, N, D] of any float dtype; counts int32 [B] valid rows; counts <= m: the picks are
-    0 … m-1. A pick is the lowest index within TIE of the minimum; a zero query has cosine 0 to all; all
-    in float32.
+    queries [B, N, D] of any float dtype; counts int32 [B] valid rows; counts <= m: the picks are 0
+    … m-1. A pick is the lowest index within TIE of the minimum; a zero query has cosine 0 to all;
+    all in float32.
     """
     batch, n, _ = queries.shape
     identity = torch.arange(m, device=queries.device).expand(batch, m)
@@ -181,7 +190,8 @@ def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
         return identity.clone()
     valid = torch.arange(n, device=queries.device) < counts[:, None]
     held = queries.float()
-    if not valid.all():  # rows past the count may hold anything, NaN too: replaced, not multiplied away
+    # rows past the count may hold anything, NaN too: replaced, not multiplied away
+    if not valid.all():
         held = held.masked_fill(~valid[..., None], 0)
     sums, cosines_to = _cosines(held)
 
@@ -203,8 +213,8 @@ def fps(queries: Tensor, counts: Tensor, m: int) -> Tensor:
 
 
 def _cosines(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Of the rows of each x [B, N, D]: sums of their cosines to all rows [B, N]; and pick [B] -> [B, N],
-    their cosines to the picked row."""
+    """Of the rows of each x [B, N, D]: sums of their cosines to all rows [B, N]; and pick [B] ->
+    [B, N], their cosines to the picked row."""
     batch, n, _ = x.shape
     norms = x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     first = torch.arange(batch, device=x.device) * n  # of each x, in the rows of all
@@ -218,11 +228,12 @@ def _cosines(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 
 
 def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: int) -> None:
-    """Reduce the given buffer rows to m queries a head by fps, in place, their positions along with them.
+    """Reduce the given buffer rows to m queries a head by fps, in place, their positions
+    along with them.
 
-    buffer [rows, L, H, C, D], positions int32 [rows, L, H, C]; rows [B], integers, and counts int32 [B].
-    Slots 0 … m-1 then hold the picks in pick order (all rows, in order, where counts <= m), the others
-    nothing.
+    buffer [rows, L, H, C, D], positions int32 [rows, L, H, C]; rows [B], integers, and counts int32
+    [B]. Slots 0 … m-1 then hold the picks in pick order (all rows, in order, where counts <= m),
+    the others nothing.
     """
     held = buffer[rows]
     held_positions = positions[rows]
@@ -237,14 +248,15 @@ def reduce_chunks(
     buffer: Tensor, positions: Tensor, new: Tensor, new_positions: Tensor, chunks: Tensor, m: int,
     longest: int,
 ) -> None:  # fmt: skip
-    """Take the prompt chunks of a step into their buffer rows (METHOD.md, "Query buffer"), in place:
-    row = fps(row + candidates), then the recents behind it.
+    """Take the prompt chunks of a step into their buffer rows (METHOD.md, "Query buffer"), in
+    place: row = fps(row + candidates), then the recents behind it.
 
-    buffer [rows, H, C, D] and positions int32 [rows, H, C] of one layer (a row's parts lie together); new
-    [H, T, D] in the buffer's dtype and new_positions int64 [T], the step's queries. chunks int32 [n, 6]: row,
-    first of its tokens, queries held, candidates, queries kept, recents (which follow the candidates); no
-    row twice. kept: m, or what there is where that is less; without candidates the queries held. `longest`:
-    held + candidates are nowhere more (not needed here)."""
+    buffer [rows, H, C, D] and positions int32 [rows, H, C] of one layer (a row's parts lie
+    together); new [H, T, D] in the buffer's dtype and new_positions int64 [T], the step's
+    queries. chunks int32 [n, 6]: row, first of its tokens, queries held, candidates, queries
+    kept, recents (which follow the candidates); no row twice. kept: m, or what there is where
+    that is less; without candidates the queries held. `longest`: held + candidates are nowhere
+    more (not needed here)."""
     for row, first, held, candidates, kept, recents in chunks.tolist():
         own = buffer[row]
         own_at = positions[row]
@@ -271,15 +283,15 @@ def scores(
     positions: Tensor, page_table: Tensor, cached_lengths: Tensor, domains: Tensor, scale: float,
     max_cached_length: int, group: str = "max", pool: str = "max",
 ) -> Tensor:  # fmt: skip
-    """What the observation queries say of each cached key (METHOD.md, "Eviction").
-    Returns float32 [B, L, K, max_cached_length].
-    buffer [rows, L, H, N, D], the query buffer, before rotation; rows [B], integers: a request's row of it.
-    query_positions int32 [B, N]: where all heads rotate a query to; it sees the keys up to there, -1 is an
-    absent one. cos, sin float32 [B, N, D/2] of these positions. keys [L, K, pages, P, D] and positions
-    [L, K, pages, P] of every layer; domains int32 [B, 2]: the softmax runs over the slots [start, end), the
-    others get -inf. Queries are pooled inside each head, then heads. pool: "max" of s - log-sum-exp (log
-    space), "mean" or "sum" of the weights. group: "max" or "mean" over the heads of a KV head, "layer" mean
-    over all heads of the layer, "logits" maximum over the group before the softmax."""
+    """What the observation queries say of each cached key (METHOD.md, "Eviction"). Returns float32
+    [B, L, K, max_cached_length]. buffer [rows, L, H, N, D], the query buffer, before rotation; rows
+    [B], integers: a request's row of it. query_positions int32 [B, N]: where all heads rotate a
+    query to; it sees the keys up to there, -1 is an absent one. cos, sin float32 [B, N, D/2] of
+    these positions. keys [L, K, pages, P, D] and positions [L, K, pages, P] of every layer; domains
+    int32 [B, 2]: the softmax runs over the slots [start, end), the others get -inf. Queries are
+    pooled inside each head, then heads. pool: "max" of s - log-sum-exp (log space), "mean" or "sum"
+    of the weights. group: "max" or "mean" over the heads of a KV head, "layer" mean over all heads
+    of the layer, "logits" maximum over the group before the softmax."""
     _, layers, num_heads, n, _ = buffer.shape
     num_kv_heads = keys.shape[1]
     out = torch.full((len(rows), layers, num_kv_heads, max_cached_length), -torch.inf, device=buffer.device)
@@ -304,7 +316,8 @@ def scores(
 def _pooled_weights(
     q: Tensor, q_at: Tensor, k: Tensor, k_at: Tensor, scale: float, group: str, pool: str
 ) -> Tensor:
-    """q [L, H, N, D], q_at [L, H, N], k [L, K, S, D], k_at [L, K, S] -> [L, K, S], as `scores` says."""
+    """q [L, H, N, D], q_at [L, H, N], k [L, K, S, D], k_at [L, K, S] -> [L, K, S], as
+    `scores` says."""
     layers, num_kv_heads, length, head_dim = k.shape
     q_at = q_at.reshape(layers, num_kv_heads, -1, q.shape[2])
     # 1. Logits [L, K, G, N, S] of every query and slot.
@@ -318,7 +331,8 @@ def _pooled_weights(
     if group == "logits":
         s = s.amax(2, keepdim=True)
         q_at = q_at.amax(2, keepdim=True)
-    # 4. Softmax over the slots, as a logarithm where only its order counts; who sees nothing says nothing.
+    # 4. Softmax over the slots, as a logarithm where only its order counts; who sees nothing
+    #    says nothing.
     sees_nothing = q_at < k_at.amin(-1)[..., None, None]
     s = s.log_softmax(-1) if pool == "max" else s.softmax(-1)
     if sees_nothing.any():
@@ -337,11 +351,11 @@ def _pooled_weights(
 
 
 def redundancy(keys: Tensor, page_table: Tensor, domains: Tensor, max_cached_length: int) -> Tensor:
-    """R-KV's redundancy of keys (METHOD.md, "Policies"): float32 [B, L, K, max_cached_length], 0 outside
-    the domain.
+    """R-KV's redundancy of keys (METHOD.md, "Policies"): float32 [B, L, K, max_cached_length], 0
+    outside the domain.
 
-    keys [L, K, pages, P, D]; page_table int32 [B, pages]; domains int32 [B, 2], slots [start, end). Rows
-    are taken in blocks, so that no S x S matrix is held whole.
+    keys [L, K, pages, P, D]; page_table int32 [B, pages]; domains int32 [B, 2], slots [start, end).
+    Rows are taken in blocks, so that no S x S matrix is held whole.
     """
     layers, num_kv_heads = keys.shape[:2]
     out = torch.zeros(len(domains), layers, num_kv_heads, max_cached_length, device=keys.device)
@@ -369,11 +383,12 @@ def redundancy(keys: Tensor, page_table: Tensor, domains: Tensor, max_cached_len
 def compact(
     keys: Tensor, values: Tensor, positions: Tensor, page_table: Tensor, keep: Tensor, start: Tensor
 ) -> None:
-    """Move the kept slots together, in place, in every layer and KV head of the given requests (METHOD.md,
-    "Eviction", step 4).
+    """Move the kept slots together, in place, in every layer and KV head of the given requests
+    (METHOD.md, "Eviction", step 4).
 
-    keys, values [L, K, pages, P, D], positions [L, K, pages, P]; page_table int32 [B, pages]; start int32
-    [B]; keep int32 [B, L, K, M]: slots, ascending, keep[..., i] >= start + i, which moves to start + i.
+    keys, values [L, K, pages, P, D], positions [L, K, pages, P]; page_table int32 [B, pages];
+    start int32 [B]; keep int32 [B, L, K, M]: slots, ascending, keep[..., i] >= start + i, which
+    moves to start + i.
     """
     layers, num_kv_heads, pages, page_size, head_dim = keys.shape
     head = torch.arange(layers * num_kv_heads, device=keys.device)[:, None] * (pages * page_size)

@@ -1,9 +1,9 @@
 """Fast linear maps on a CPU with float16 weights: everything that is done for a CPU alone.
 
-Without instructions for it a product with bf16 weights crawls. Packed, the weights are float16 in the order
-in which AVX2 reads them, converted in registers, and activations are float32. A float16 checkpoint is
-packed on every CPU: so its weights keep all their bits. Knows linear maps and the decoder that holds them;
-nothing of attention or caches.
+Without instructions for it a product with bf16 weights crawls. Packed, the weights are float16 in
+the order in which AVX2 reads them, converted in registers, and activations are float32. A float16
+checkpoint is packed on every CPU: so its weights keep all their bits. Knows linear maps and the
+decoder that holds them; nothing of attention or caches.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ MULTIPLY = torch.ops.quantized.linear_dynamic_fp16.default._op
 
 
 def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this dtype are better packed: float16, and bf16 without instructions for it."""
+    """Whether weights of this dtype are better packed: float16, and bf16 without
+    instructions for it."""
     if device.type != "cpu" or "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     crawls = dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
@@ -32,8 +33,8 @@ def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
 class PackedLinear(nn.Module):
     """x float32 [T, in] -> float32 [T, out], by float16 weights; made by `packed`.
 
-    blocks: packed rows of the matrix, one after another. rest: float32 [in', out], the last inputs, where
-    padding them would read more than they are. bias: float32 [out]."""
+    blocks: packed rows of the matrix, one after another. rest: float32 [in', out], the last inputs,
+    where padding them would read more than they are. bias: float32 [out]."""
 
     def __init__(self, blocks: list, rest: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
@@ -58,8 +59,8 @@ class PackedLinear(nn.Module):
 def packed(linear: Linear) -> PackedLinear | Linear:
     """The same map with packed weights; the given one is emptied, so that no matrix is held twice.
 
-    Weights above 6e-5 keep every bit, smaller ones move by 3e-8 at most. A matrix beyond float16, or one that
-    is not finite, becomes float32 instead."""
+    Weights above 6e-5 keep every bit, smaller ones move by 3e-8 at most. A matrix beyond float16,
+    or one that is not finite, becomes float32 instead."""
     matrix = linear.weight
     outputs, inputs = matrix.shape
     linear.weight = None
@@ -87,9 +88,10 @@ def packed(linear: Linear) -> PackedLinear | Linear:
 
 
 def pack(model: Decoder, rows: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Once a model is loaded: pack its matrices where that pays. Activations are then float32, the cache is
-    still in the model's dtype, and `weights()` has no views any more. `rows`: where a tied embedding's rows,
-    ids -> [T, hidden], can be had, so that the matrix need not be in memory twice."""
+    """Once a model is loaded: pack its matrices where that pays. Activations are then float32,
+    the cache is still in the model's dtype, and `weights()` has no views any more. `rows`: where
+    a tied embedding's rows, ids -> [T, hidden], can be had, so that the matrix need not be in
+    memory twice."""
     if model.kernels is not reference or not packing_pays(model.held, model.device):
         return  # Triton's kernels, interpreted on a CPU, want q and the cache in one dtype
     for module in list(model.modules()):
