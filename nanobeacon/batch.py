@@ -29,8 +29,7 @@ class Batch:
     slots: Tensor  # int64 [T], flat: page * P + offset
     cached_lengths: Tensor  # int32 [R], this step's tokens included
     cu_seqlens: Tensor  # int32 [R + 1]
-    rows: Tensor  # int64 [R]: whose lines of the cache's page table they are …
-    page_table: Tensor  # … int32 [R, pages of the longest]
+    rows: Tensor  # int64 [R]: their lines of the cache's page table
     max_query_length: int
     max_cached_length: int
     runs: list[int | None] | None  # first slot of each request whose pages are one run; CPU only
@@ -40,8 +39,7 @@ class Batch:
     def build(plan: Plan, cache: KVCache, queries: QueryBuffer, onto: Tensor | None = None) -> "Batch":
         """The tensors of a plan, on the cache's device; the page table learns of new pages.
 
-        onto: where on the device the numbers go, int64, at least `words` of them; None: to a place of their
-        own."""
+        onto: where on the device the numbers go, int64; None: to a place of their own."""
         requests = plan.requests
         device = cache.keys.device
         grown = [request for request in requests if request.pages_sent != len(request.pages)]
@@ -55,10 +53,8 @@ class Batch:
         columns |= _new_pages(grown, cache.page_table.shape[1])
         # 2. One copy.
         sent = send(columns, device, onto)
-        # 3. New pages into the page table, and from there the lines of these requests.
+        # 3. New pages into the page table.
         _into_page_table(grown, sent, cache)
-        longest = max(cached_lengths)
-        lines = cache.page_table[:, : -(-longest // cache.page_size)]
         return Batch(
             token_ids=sent["token_ids"],
             positions=sent["positions"],
@@ -67,9 +63,8 @@ class Batch:
             cached_lengths=sent["cached_lengths"],
             cu_seqlens=sent["cu_seqlens"],
             rows=sent["rows"],
-            page_table=lines.index_select(0, sent["rows"]),
             max_query_length=max(plan.lengths),
-            max_cached_length=longest,
+            max_cached_length=max(cached_lengths),
             runs=_runs(requests, cache.page_size) if device.type == "cpu" else None,
             observation=Observation.of(chunks, sent),
         )
@@ -169,6 +164,7 @@ def send(columns: Columns, device: torch.device, onto: Tensor | None = None) -> 
     if onto is None:
         there = host.to(device, non_blocking=True)
     else:
+        assert len(host) <= len(onto), "more numbers than a recorded step has room for"
         there = onto[: len(host)].copy_(host, non_blocking=True)
     sent = dict(zip(columns, there.split(words), strict=True))
     for name in INT32:

@@ -19,14 +19,15 @@ from .cache import KVCache, QueryBuffer
 from .config import EngineConfig
 from .eviction import Evictor
 from .faults import Progress, is_out_of_memory
-from .graphs import DecodeGraphs, Recorder, buckets, can_record
+from .graphs import Answers, DecodeGraphs, Recorder, buckets, can_record
 from .memory import free_bytes, step_bytes
 from .models.decoder import Decoder
+from .observation import Observation
 from .pages import PagePool
 from .prefix import PrefixCache
 from .processors import Processing
 from .request import Listener, Request, SamplingParams
-from .sampling import GREEDY, Draw, sample, token_logprobs, uniform
+from .sampling import GREEDY, Draw, best_tokens, sample, token_logprobs, uniform
 from .scheduler import MOST_PREFILL_TOKENS, Plan, Scheduler
 from .stats import Stats
 from .tokenizer import TextStream, Tokenizer
@@ -87,7 +88,7 @@ class Engine:
             prefix=self._prefix_cache(borders),
         )
         # 3. Nothing is compiled while somebody waits; a decode step is replayed where graphs are possible.
-        self.forward_decode = model
+        self.graphs: DecodeGraphs | None = None
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self._prepare(most_pages * page_size, progress)
@@ -109,11 +110,16 @@ class Engine:
         warm_up(self.model, self.cache, self.queries, self.evictor, config.chunk, config.max_num_seqs)
         if self.records:
             recorder = Recorder(self.model.device)
-            graphs = DecodeGraphs(
-                self.model, self.cache, self.queries, config.max_num_seqs, most_tokens, recorder
+            self.graphs = DecodeGraphs(
+                self.model,
+                self.cache,
+                self.queries,
+                config.max_num_seqs,
+                most_tokens,
+                self.vocabulary,
+                recorder,
             )
-            graphs.record_all(progress)
-            self.forward_decode = graphs
+            self.graphs.record_all(progress)
 
     def _shares_queries(self) -> bool:
         """Whether a policy's queries at a border are a function of the tokens before it, and worth keeping.
@@ -202,7 +208,7 @@ class Engine:
     def _draw_of(self, request: Request) -> Draw:
         """How its rows are sampled; given ones are only looked up."""
         params = request.params
-        if request.forced is not None or not params.temperature:
+        if request.forced is not None or not params.temperature or params.top_k == 1:
             return GREEDY
         return Draw(params.temperature, min(params.top_k, self.vocabulary), params.top_p, params.min_p)
 
@@ -334,11 +340,14 @@ class Engine:
                 request.found_row = 0
         self.stats.prefix_tokens = self.scheduler.prefix_tokens
         # 1. Run the model: keys, values and queries are stored on the way, layer by layer.
-        batch = Batch.build(plan, self.cache, self.queries)
-        forward = self.forward_decode if plan.one_each else self.model
-        hidden = forward(batch, self.cache, self.queries)
+        recorded = self.graphs(plan) if self.graphs is not None and plan.one_each else None
+        observation = Observation()
+        if recorded is None:
+            batch = Batch.build(plan, self.cache, self.queries)
+            observation = batch.observation
+            hidden = self.model(batch, self.cache, self.queries)
         # 2. Count what is there now.
-        self.queries.advance(plan, batch.observation)
+        self.queries.advance(plan, observation)
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             request.num_computed += length
             request.cached_length += length
@@ -351,6 +360,19 @@ class Engine:
             ready[fork] = ready[fork.leader]
         # 4. Sample from the rows that have an answer to give; requests may end here.
         takers = [(request, token) for request, tokens in ready.items() for token in tokens]
+        if recorded is not None:
+            self._take_tokens(plan.requests, recorded)
+        else:
+            self._answer(takers, hidden)
+        for fork in forks:
+            fork.leader = None
+        # 5. Evict, of those that go on.
+        self._evict([r for r in plan.requests + forks if r.finish_reason is None])
+        self.stats.count_time(plan, len(takers), time.perf_counter() - began)
+        return list(ready)
+
+    def _answer(self, takers: list[tuple[Request, int]], hidden: Tensor) -> None:
+        """Tokens for requests from the hidden states [T, hidden] of tokens, some rows of logits at a time."""
         for first in range(0, len(takers), self.logit_rows):
             some = takers[first : first + self.logit_rows]
             index = [token for _, token in some]
@@ -358,13 +380,8 @@ class Engine:
             if index != list(range(len(hidden))):
                 answering = hidden[torch.tensor(index, device=hidden.device)]
             logits = self.model.logits(answering, self.vocabulary)
-            self._take_tokens([request for request, _ in some], logits)
-        for fork in forks:
-            fork.leader = None
-        # 5. Evict, of those that go on.
-        self._evict([r for r in plan.requests + forks if r.finish_reason is None], hidden.device)
-        self.stats.count_time(plan, len(takers), time.perf_counter() - began)
-        return list(ready)
+            answers = Answers(logits, best_tokens(logits))
+            self._take_tokens([request for request, _ in some], answers)
 
     def _remember(self, plan: Plan) -> None:
         """Make the pages that a step has filled known to the prefix cache, with the queries at a border."""
@@ -381,12 +398,13 @@ class Engine:
                 self.queries.copy_row(request.row, row)
                 prefix.keep_row(request)
 
-    def _evict(self, going_on: list[Request], device: torch.device) -> None:
+    def _evict(self, going_on: list[Request]) -> None:
         began = time.perf_counter()
         if self.evictor.after_step(going_on):
             for request in going_on:
                 if request.finish_reason is not None:  # it could not be evicted
                     self._close(request)
+            device = self.model.device
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self.stats.eviction_seconds += time.perf_counter() - began
@@ -412,12 +430,14 @@ class Engine:
             request.buffer_count = leader.buffer_count
         return forks
 
-    def _take_tokens(self, requests: list[Request], logits: Tensor) -> None:
+    def _take_tokens(self, requests: list[Request], answers: Answers) -> None:
         """Sample a token for each row of logits (of a given output several), and do what an end demands."""
-        tokens = self._sample(requests, logits)
+        logits = answers.logits
+        tokens = self._sample(requests, answers)
         self._record_logprobs(requests, logits, tokens)
-        broken = ~logits.amax(-1).isfinite()  # one read for both: -1 stands for logits that mean nothing
-        tokens = self.group.broadcast(tokens.masked_fill_(broken, -1)).tolist()
+        # One read for tokens and failures: -1 stands for logits that mean nothing.
+        tokens = torch.where(answers.best < 0, -1, tokens)
+        tokens = self.group.broadcast(tokens).tolist()
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             if request.finish_reason is not None:
                 continue  # an earlier row of this step ended it
@@ -443,13 +463,16 @@ class Engine:
             request.finish_reason = "error"
             request.error = f"on_logits failed: {error!r}"
 
-    def _sample(self, requests: list[Request], logits: Tensor) -> Tensor:
+    def _sample(self, requests: list[Request], answers: Answers) -> Tensor:
+        """Token ids int64 [R]; those of rows without a finite logit mean nothing."""
+        logits = answers.logits
         draws = [request.draw for request in requests]
         for row, request in enumerate(requests):
             if request.draw.temperature:  # 0: greedy, the same in each step
                 u = uniform(request.seed, request.completion, request.num_tokens)
                 draws[row] = request.draw.at(u)
-        tokens = sample(logits, draws)
+        greedy = all(draw is GREEDY for draw in draws)
+        tokens = answers.best.clamp(min=0) if greedy else sample(logits, draws)
         if any(r.processing is not None for r in requests):
             self._sample_processed(requests, logits, draws, tokens)
         given = _given_tokens(requests)

@@ -1,10 +1,11 @@
 """CUDA graphs of the decode step, one per batch bucket: a step is then one launch instead of hundreds.
 
-Knows a batch's tensors, and that padded rows write to page 0 and buffer row 0; no requests, no prefill."""
+Knows how a batch is built, and that nobody's rows write to page 0 and buffer row 0; no prefill, no sampling
+but the greedy token."""
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,10 +16,14 @@ from .batch import Batch, padding_request
 from .cache import KVCache, QueryBuffer
 from .kernels import reference
 from .models.decoder import Decoder
+from .request import Request
+from .sampling import best_tokens
 from .scheduler import Plan
 
 log = logging.getLogger("nanobeacon")
 Replay = Callable[[], Tensor]
+ROOM = 24  # int64 numbers that a decode step has of each request, at most: 7 of the batch, 9 of copies of its
+# queries and, half of them int32, 2 of a new page
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -73,12 +78,21 @@ class Recorder:
         return replay
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What a forward pass says to R rows; those of a recorded step hold until the next one."""
+
+    logits: Tensor  # float32 [R, V]
+    best: Tensor  # int64 [R]: the greedy tokens, -1 where the logits are not finite
+
+
 class DecodeGraphs:
-    """Runs decode batches through recordings. `record`: a `Recorder`, or a test's stand-in."""
+    """Runs decode steps through recordings, from a step's numbers, which reach the inputs in one copy, to the
+    greedy tokens. `record`: a `Recorder`, or a test's stand-in."""
 
     def __init__(
-        self, model: Callable[[Batch, KVCache, QueryBuffer], Tensor], cache: KVCache, queries: QueryBuffer,
-        max_num_seqs: int, max_cached_length: int, record: Callable[[Replay], Replay],
+        self, model: Decoder, cache: KVCache, queries: QueryBuffer, max_num_seqs: int, max_cached_length: int,
+        vocabulary: int, record: Callable[[Replay], Replay],
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
@@ -86,7 +100,13 @@ class DecodeGraphs:
         self.buckets = buckets(max_num_seqs)
         self.max_cached_length = max_cached_length
         self.record = record
-        self._recordings: dict[int, tuple[Batch, Replay]] = {}
+        # Inputs and outputs of all recordings, which run one at a time: each uses the first rows.
+        device = cache.keys.device
+        self.numbers = torch.zeros(ROOM * (max_num_seqs + 1), dtype=torch.int64, device=device)
+        self.logits = torch.zeros(max_num_seqs, vocabulary, device=device)
+        self.best = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.nobody = padding_request(1, cache.page_size)
+        self._recordings: dict[int, Replay] = {}
 
     @torch.inference_mode()
     def record_all(self, progress: bool = False) -> None:
@@ -96,10 +116,9 @@ class DecodeGraphs:
         failures: dict[int, RuntimeError] = {}
         off = None if progress else True  # tqdm's None: off where stderr is no terminal
         for size in tqdm(self.buckets[::-1], desc="recording CUDA graphs", leave=False, disable=off):
-            static = self._static(size)
-            forward = partial(self.model, static, self.cache, self.queries)
+            inputs = replace(self._batch([], size), max_cached_length=self.max_cached_length, runs=None)
             try:
-                self._recordings[size] = static, self.record(forward)
+                self._recordings[size] = self.record(partial(self._forward, inputs))
             except RuntimeError as error:
                 failures[size] = error
         if failures:
@@ -107,33 +126,25 @@ class DecodeGraphs:
             reason = next(iter(failures.values()))
             log.warning("no CUDA graph of decode steps with %s requests: %s", sizes, reason)
 
-    def __call__(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Tensor:
-        """Hidden states [R, hidden] of a decode batch of R requests, valid until the next call."""
-        assert cache is self.cache and queries is self.queries, "a recording holds the addresses of these"
-        count = len(batch.cached_lengths)
+    def __call__(self, plan: Plan) -> Answers | None:
+        """The answers to a decode step of one token each; None where no recording holds so many requests."""
+        count = len(plan.requests)
         size = min((size for size in self._recordings if size >= count), default=None)
         if size is None:
-            return self.model(batch, self.cache, self.queries)
-        static, replay = self._recordings[size]
-        for to, of in zip(_tensors(static), _tensors(batch), strict=True):
-            columns = to[:, : of.shape[1]] if of.dim() == 2 else to  # right of its pages no request reads
-            columns[: len(of)] = of
-            if len(of) < size:
-                # Rows past the batch: token 0 at position 0 in slot 0, one cached token, buffer row 0.
-                to[len(of) :] = 1 if to is static.cached_lengths else 0
-        return replay()[:count]
+            return None
+        self._batch(plan.requests, size)
+        self._recordings[size]()
+        return Answers(self.logits[:count], self.best[:count])
 
-    def _static(self, size: int) -> Batch:
-        """A batch of `size` padded rows whose tensors stay where they are."""
-        plan = Plan([padding_request(1, self.cache.page_size)] * size, [1] * size, prefill=False)
-        batch = Batch.build(plan, self.cache, self.queries)
-        widest = self.cache.page_table.new_zeros(size, self.cache.page_table.shape[1])
-        return replace(batch, page_table=widest, max_cached_length=self.max_cached_length, runs=None)
+    def _batch(self, requests: list[Request], size: int) -> Batch:
+        """The requests, and nobody in the rows behind them: the same tensors for the same size."""
+        padded = requests + [self.nobody] * (size - len(requests))
+        plan = Plan(padded, [1] * size, prefill=False)
+        return Batch.build(plan, self.cache, self.queries, onto=self.numbers)
 
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch that change from step to step."""
-    seen = batch.observation
-    tensors = [batch.token_ids, batch.positions, batch.rope_lengths, batch.slots, batch.cached_lengths]
-    tensors += [batch.page_table, seen.rows, seen.slots, *(seen.writes or ())]
-    return [tensor for tensor in tensors if tensor is not None]
+    def _forward(self, inputs: Batch) -> Tensor:
+        """What is recorded: model, head and greedy tokens, all into the outputs."""
+        count = len(inputs.cached_lengths)
+        hidden = self.model(inputs, self.cache, self.queries)
+        logits = self.model.logits(hidden, self.logits.shape[1], onto=self.logits[:count])
+        return self.best[:count].copy_(best_tokens(logits))

@@ -46,9 +46,12 @@ def step_bytes(
     decode steps are recorded, the largest of `graph_tokens`; their memory is theirs alone.
     """
     forward = tokens * _activations(config, dtype)
-    recorded = graphs * GRAPH + graph_tokens * _activations(config, dtype) if graphs else 0
-    # as the head gives them, and in float32
-    logits = logit_rows * config.vocab_size * (dtype.itemsize + 4)
+    # As the head gives them, and in float32
+    row_of_logits = config.vocab_size * (dtype.itemsize + 4)
+    recorded = 0
+    if graphs:
+        recorded = graphs * GRAPH + graph_tokens * (_activations(config, dtype) + row_of_logits)
+    logits = logit_rows * row_of_logits
     sampling = min(ROWS, logit_rows) * config.vocab_size * SAMPLED
     # Sampling and eviction come after the forward pass, one after the other, while the
     # logits are there.

@@ -91,6 +91,12 @@ def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     return tokens
 
 
+def best_tokens(logits: Tensor) -> Tensor:
+    """Greedy ids int64 [R] of logits [R, V], of equal ones the first; -1 where a row is not finite."""
+    values, ids = logits.max(-1)
+    return torch.where(values.isfinite(), ids, -1)
+
+
 def sample_exact(logits: Tensor, draw: Draw) -> int:
     """The id that one row of logits [V] gives, in the steps of the definition. `sample`
     gives the same."""

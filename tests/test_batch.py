@@ -62,7 +62,7 @@ def test_a_padding_request_stays_on_the_scratch_page(tmp_path):
     it = llm.engine
     plan = Plan([padding_request(1, 16, cached=20)] * 2, [1, 1], prefill=False)
     built = Batch.build(plan, it.cache, it.queries)
-    assert built.slots.tolist() == [4, 4] and built.page_table.eq(0).all()
+    assert built.slots.tolist() == [4, 4] and it.cache.page_table[built.rows].eq(0).all()
     assert built.observation.rows.tolist() == [0, 0] and built.rows.tolist() == [0, 0]
 
 

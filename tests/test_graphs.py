@@ -11,6 +11,7 @@ from tiny import prompt_of, tiny_folder
 from nanobeacon import LLM, SamplingParams, engine, graphs
 from nanobeacon.graphs import DecodeGraphs, Recorder, buckets, can_record
 from nanobeacon.kernels import reference
+from nanobeacon.measure.host import StandIn
 from nanobeacon.parallel import Group
 from nanobeacon.warmup import warm_up
 
@@ -30,7 +31,7 @@ def test_large_batches_have_few_buckets():
 
 def graphs_of(llm: LLM, record, most: int = 4) -> DecodeGraphs:
     it = llm.engine
-    return DecodeGraphs(it.model, it.cache, it.queries, most, it.max_model_len, record)
+    return DecodeGraphs(it.model, it.cache, it.queries, most, it.max_model_len, it.vocabulary, record)
 
 
 @pytest.mark.parametrize("policy", [None, "beacon", "recent", "initial", "random-query", "streaming"])
@@ -51,13 +52,38 @@ def test_recorded_steps_give_the_same_tokens(tmp_path, policy):
                 recorded.append(size)
                 return lambda: replayed.append(size) or forward()
 
-            llm.engine.forward_decode = graphs_of(llm, record)
-            llm.engine.forward_decode.record_all()
+            llm.engine.graphs = graphs_of(llm, record)
+            llm.engine.graphs.record_all()
             llm.engine.cache.keys[:, :, 0].fill_(float("nan"))  # what padded rows read reaches no real one
         outputs.append([o.token_ids for o in llm.generate(prompts, params)])
     assert outputs[0] == outputs[1]
     assert recorded == [4, 2, 1]  # the largest first, and none of them later
     assert set(replayed) == {4, 2, 1}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(budget=200)], ids=["full", "budget"])
+def test_a_greedy_decode_step_reads_the_device_once(tmp_path, monkeypatch, recorded, options):
+    """Stand-ins take the place of model and kernels: those of the reference read the device."""
+    llm = LLM(tiny_folder(tmp_path, "qwen3"), dtype="float32", device="cpu", max_num_seqs=4, **options)
+    StandIn(llm, 4)
+    llm.engine.evictor.kernels = SimpleNamespace(reduce=lambda *_: None)
+    if recorded:
+        llm.engine.model.logits = lambda hidden, vocabulary, onto=None: torch.ones(len(hidden), vocabulary)
+        llm.engine.graphs = graphs_of(llm, lambda forward: forward)
+        llm.engine.graphs.record_all()
+    requests = llm.submit([prompt_of(n) for n in (3, 9, 20)], SamplingParams(max_tokens=70, **GREEDY))
+    while not all(request.output_token_ids for request in requests):
+        llm.engine.step()
+    reads = []
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero"):
+        plain = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda *a, n=name, plain=plain: reads.append(n) or plain(*a))
+    steps = 0
+    while requests[0].finish_reason is None:
+        llm.engine.step()
+        steps += 1
+    assert steps > 60 and reads == ["tolist"] * steps
 
 
 @pytest.mark.parametrize("possible", [(), (1, 4)])
@@ -74,8 +100,8 @@ def test_a_bucket_that_fails_leaves_the_others(tmp_path, caplog, possible):
     prompts = [prompt_of(5), prompt_of(6)]
     params = SamplingParams(max_tokens=9, **GREEDY)
     wanted = [o.token_ids for o in llm.generate(prompts, params)]
-    llm.engine.forward_decode = graphs_of(llm, record)
-    llm.engine.forward_decode.record_all()
+    llm.engine.graphs = graphs_of(llm, record)
+    llm.engine.graphs.record_all()
     assert [o.token_ids for o in llm.generate(prompts, params)] == wanted
     assert set(replayed) == ({4} if possible else set())  # two requests take the next one that is there
     warnings = [r.message for r in caplog.records if "no graphs on this device" in r.message]
@@ -158,7 +184,7 @@ def test_an_engine_prepares_its_graphs_before_the_first_request(tmp_path, monkey
     wanted = llm.generate([prompt_of(5)], params)[0].token_ids
     llm.engine.records = True
     llm.engine._prepare(2048, progress=False)
-    assert sorted(llm.engine.forward_decode._recordings) == [1, 2, 4]
+    assert sorted(llm.engine.graphs._recordings) == [1, 2, 4]
     assert llm.generate([prompt_of(5)], params)[0].token_ids == wanted
 
 

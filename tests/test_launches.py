@@ -30,6 +30,21 @@ def test_a_decode_step_of_qwen3_4b_is_400_launches_with_head_and_argmax(rows):
         assert name != "decode" or 36 * 9 < row["launches"] <= 400, row
 
 
+def test_a_step_s_numbers_are_one_copy_whatever_the_pass(rows):
+    assert [row["copies"] for row in rows.values()] == [1] * len(rows)
+
+
+@pytest.mark.parametrize("policy", ["beacon", "recent", "initial", "random-query"])
+def test_a_decode_step_that_has_grown_by_pages_is_one_copy_too(policy):
+    def grown(subject: Counted) -> None:
+        for request in subject.requests[::2]:
+            request.pages_sent = len(request.pages) - 1
+        subject.step()
+
+    found = counted(SHAPES["qwen3-4b"], "qwen3", 14, 2048, grown, policy)
+    assert found.copies == 1 and found.made["index_put_"] >= 1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_and_biases_of_a_family_cost_no_launch(family):
     assert counted(SHAPES["qwen3-4b"], family, 14, 2048, Counted.step).total <= 400

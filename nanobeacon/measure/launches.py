@@ -22,6 +22,7 @@ from nanobeacon.kernels import triton_kernels
 from nanobeacon.models.decoder import Decoder
 from nanobeacon.policies import settle
 from nanobeacon.request import Request, SamplingParams
+from nanobeacon.sampling import best_tokens
 from nanobeacon.scheduler import Plan
 
 from .kernels import PERIODS, SHAPES, Shape, recorded_launches, roofline
@@ -150,8 +151,9 @@ class Counted:
     def _forward(self, plan: Plan) -> None:
         batch = Batch.build(plan, self.cache, self.queries)
         hidden = self.model(batch, self.cache, self.queries)
-        last = batch.cu_seqlens[1:] - 1
-        self.model.logits(hidden[last]).argmax(-1)
+        if plan.prefill:
+            hidden = hidden[batch.cu_seqlens[1:] - 1]
+        best_tokens(self.model.logits(hidden))
 
     def evict(self) -> None:
         """All requests evict at once."""

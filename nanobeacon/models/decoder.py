@@ -36,6 +36,7 @@ class Shared:
     kernels: Kernels
     cos: Tensor  # float32 [T, D/2], of the tokens' positions
     sin: Tensor
+    page_table: Tensor  # int32 [R, pages of the longest], the batch's lines of the cache's
     # Where queries lie before the buffer takes some of them, [H, T, D]; None where `store` puts every query
     # into its buffer row, or where nobody observes. It is used again in each layer.
     unrotated: Tensor | None
@@ -148,7 +149,7 @@ class Layer(nn.Module):
 
         # 3. Each token attends to its request's slots
         attended = kernels.paged_attention(
-            q, keys, values, batch.page_table, batch.cached_lengths, batch.cu_seqlens,
+            q, keys, values, shared.page_table, batch.cached_lengths, batch.cu_seqlens,
             batch.max_query_length, batch.max_cached_length, head_dim**-0.5, batch.runs,
         )  # fmt: skip
         return self.o(attended.flatten(1))
@@ -254,6 +255,8 @@ class Decoder(nn.Module):
 
     def _shared(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Shared:
         cos, sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
+        pages = -(-batch.max_cached_length // cache.page_size)
+        page_table = cache.page_table[:, :pages].index_select(0, batch.rows)
         unrotated = first_row = tokens = None
         if queries.capacity and batch.observation.rows is None:
             count, device = len(batch.token_ids), batch.token_ids.device
@@ -261,8 +264,11 @@ class Decoder(nn.Module):
             unrotated = torch.empty(shape, dtype=queries.buffer.dtype, device=device)
             first_row = torch.zeros(count, dtype=torch.int64, device=device)
             tokens = torch.arange(count, device=device)
-        return Shared(batch, cache, queries, self.kernels, cos, sin, unrotated, first_row, tokens)
+        return Shared(batch, cache, queries, self.kernels, cos, sin, page_table, unrotated, first_row, tokens)
 
-    def logits(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
-        """float32 [R, vocabulary] from hidden [R, hidden]; rows of the head past `vocabulary` are padding."""
-        return self.group.gather(self.head(hidden), dim=1)[:, :vocabulary].float()
+    def logits(self, hidden: Tensor, vocabulary: int | None = None, onto: Tensor | None = None) -> Tensor:
+        """float32 [R, vocabulary] from hidden [R, hidden]; rows of the head past `vocabulary` are padding.
+
+        onto: where they go, float32 [R, vocabulary]."""
+        logits = self.group.gather(self.head(hidden), dim=1)[:, :vocabulary]
+        return logits.float() if onto is None else onto.copy_(logits)
