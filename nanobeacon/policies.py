@@ -7,6 +7,8 @@ budget and gives the numbers of METHOD.md, "Budget and period". To try an idea, 
 """
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -255,6 +257,8 @@ def policy_named(policy: str | Policy) -> Policy:
         return POLICIES[policy]
     module, colon, name = policy.partition(":")
     check(bool(module and colon and name), "policy", policy, wanted)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a program's path begins where the program lies, not where it is called
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -164,3 +164,13 @@ def test_a_policy_is_found_by_module_and_name(folder, monkeypatch):
     ):
         with pytest.raises(ValueError, match=said):
             settle(name, 40)
+
+
+def test_a_policy_file_lies_where_the_program_is_called_from(tmp_path, monkeypatch):
+    """Not beside the program: nobody keeps ideas there."""
+    line = "from nanobeacon import Policy\nmine = Policy('mine', beacons=0, recents=0, score=len)\n"
+    (tmp_path / "an_idea_of_mine.py").write_text(line)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    assert settle("an_idea_of_mine:mine", 40).policy.name == "mine"
+    sys.modules.pop("an_idea_of_mine")
