@@ -306,7 +306,7 @@ def cut_to_context(options: argparse.Namespace, model: str) -> None:
 
     if options.max_tokens is None:
         return
-    context = read_config(resolve(model, config_only=True)).max_position_embeddings
+    context = read_config(resolve(model, config_only=True)).context
     if options.max_tokens >= context:
         said = f"--max-tokens {options.max_tokens:,}: the context holds {context:,} tokens with the prompt"
         tell(f"{said}; what it leaves is used")

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from .config import read_json, require
+from .config import known_cause, read_json, require
 from .hub import INDEX
 from .parallel import Part
 
@@ -291,7 +291,8 @@ def _header(path: Path) -> dict[str, TensorInfo]:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length), object_pairs_hook=_each_name_once)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+        cause = known_cause(path)
+        raise ValueError(f"{path} is no whole safetensors file: {error}{cause}") from None
     header.pop("__metadata__", None)
     return {
         name: TensorInfo(stamp, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])

@@ -17,6 +17,7 @@ from .policies import EvictionSettings, check, check_whole
 
 DTYPES = ("bfloat16", "float16", "float32")
 NEEDED = object()  # the default of a field that has none
+LFS_POINTER = b"version https://git-lfs"  # how a file begins that git-lfs has not fetched
 LARGEST = 2**53  # numbers beyond it are no longer whole in a float
 LONGEST = 1 << 24  # positions beyond it are no longer whole in float32, which RoPE computes in
 
@@ -156,6 +157,11 @@ class ModelConfig:
     bos_token_id: int | None = None
     sliding_window: int | None = None  # requests must not become longer than that
 
+    @property
+    def context(self) -> int:
+        """Tokens that a request may have, prompt and output: the positions, or the window that slides."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
 
 def read_json(path: Path, optional: bool = False) -> dict:
     """The JSON object in a file, {} for an optional one that is missing. ValueError names
@@ -166,13 +172,24 @@ def read_json(path: Path, optional: bool = False) -> dict:
         # a pipe would be waited for without end
         raise ValueError(f"{path} cannot be read: it is no file")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         kind = "" if isinstance(error, OSError) else " as JSON"
-        raise ValueError(f"{path} cannot be read{kind}: {error}") from None
+        raise ValueError(f"{path} cannot be read{kind}: {error}{known_cause(path)}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not {content!r:.80}")
     return content
+
+
+def known_cause(path: Path) -> str:
+    """What lies there instead of a config, where that is known."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                return "; it is a pointer of git-lfs: fetch the files with git lfs pull"
+    elif path.with_name("adapter_config.json").is_file():
+        return "; the folder holds an adapter (LoRA): merge it into its base model first"
+    return ""
 
 
 @contextmanager
@@ -429,12 +446,8 @@ class EngineConfig:
             check(isinstance(value, bool), name, value, "True or False is possible")
 
     def check_length(self, model: ModelConfig) -> None:
-        """max_model_len can only lower what the model's positions allow, and must where a
-        window slides."""
-        context = model.max_position_embeddings
-        allowed = f"the model's positions allow {context}, RoPE scaling counted in"
-        check((self.max_model_len or 0) <= context, "max_model_len", self.max_model_len, allowed)
-        window = model.sliding_window
-        if window is not None:
-            within = f"the model's sliding_window is {window}, and only requests within it work: up to that"
-            check((self.max_model_len or context) <= window, "max_model_len", self.max_model_len, within)
+        """max_model_len can only lower what the model's context allows."""
+        allowed = f"the model's positions allow {model.context}, RoPE scaling counted in"
+        if model.context < model.max_position_embeddings:
+            allowed = f"the model's sliding_window is {model.context}, and only requests within it work"
+        check((self.max_model_len or 0) <= model.context, "max_model_len", self.max_model_len, allowed)

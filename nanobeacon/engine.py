@@ -61,7 +61,7 @@ class Engine:
         self.seed = config.seed
         if self.seed is None:
             self.seed = self.group.by_first(lambda: random.SystemRandom().getrandbits(63))
-        self.max_model_len = config.max_model_len or shape.max_position_embeddings
+        self.max_model_len = config.max_model_len or shape.context
         self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
         # 1. Memory: query buffers first, then as many pages as fit beside them.
         borders = range(rows, rows + BORDER_ROWS) if self._shares_queries() else range(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import prompt_of, tiny_model
+from tiny import prompt_of, tiny_folder, tiny_model
 
 from nanobeacon import LLM, SamplingParams
 from nanobeacon import checkpoint as module
@@ -302,8 +302,9 @@ def test_mistral_is_what_transformers_computes(tmp_path, window):
     model.save_pretrained(tmp_path)
     if window is not None:
         with pytest.raises(ValueError, match="sliding_window is 64"):
-            LLM(tmp_path, device="cpu", dtype="float32")
-    llm = LLM(tmp_path, device="cpu", dtype="float32", max_model_len=window)
+            LLM(tmp_path, device="cpu", dtype="float32", max_model_len=65)
+    llm = LLM(tmp_path, device="cpu", dtype="float32")
+    assert llm.engine.max_model_len == (window or 512)
     prompt = prompt_of(50)
     with torch.no_grad():
         wanted = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
@@ -722,3 +723,25 @@ def test_the_real_model():
     load_into(views, Checkpoint(folder), progress=False)
     assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
     assert len(tensors) == 272 and "lm_head.weight" not in tensors
+
+
+def test_what_lies_there_instead_of_a_model_is_named(tmp_path):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 269060552\n"
+    folder = tiny_folder(tmp_path, "llama")
+    (folder / "model.safetensors").write_bytes(pointer)
+    with pytest.raises(ValueError, match="git lfs pull"):
+        LLM(folder, device="cpu")
+    (folder / "config.json").write_bytes(pointer)
+    with pytest.raises(ValueError, match="git lfs pull"):
+        LLM(folder, device="cpu")
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="adapter"):
+        LLM(folder, device="cpu")
+
+
+def test_a_byte_order_mark_in_a_config_is_no_part_of_it(tmp_path):
+    folder = tiny_folder(tmp_path, "llama")
+    content = (folder / "config.json").read_bytes()
+    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + content)
+    assert LLM(folder, device="cpu", dtype="float32").model_config.family == "llama"

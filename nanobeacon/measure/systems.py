@@ -80,7 +80,7 @@ def pages_of(job: Namespace, budget: int | None) -> int:
 
 def start(system: System, job: Namespace) -> Worker:
     """A system's process, ready once entered. ValueError for a job longer than the model's positions."""
-    if job.prompt_length + job.output_length > (most := read_config(job.model).max_position_embeddings):
+    if job.prompt_length + job.output_length > (most := read_config(job.model).context):
         asked = f"prompt_length={job.prompt_length}, output_length={job.output_length}"
         raise ValueError(f"{asked}: {most} tokens together are possible (the model's positions)")
     make = Nanobeacon if system.name == "nanobeacon" else Transformers
