@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from generate import Parser, spoken_once
+from nanobeacon.options import Parser
+from nanobeacon.processes import spoken_once
 
 COMMANDS = {
     "throughput": "tokens/s, time per step and memory; --vs transformers, --table4, --max-batch",

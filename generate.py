@@ -1,7 +1,9 @@
 """Text from a model, at the command line: streams to stdout; progress and statistics go to stderr.
 
-Parses and prints; what it does is `nanobeacon.LLM`. Exit status: 0, 2 for a user's mistake (one line), 130
-for Ctrl-C, with what was generated so far kept.
+Reads a prompt and prints; the options are `nanobeacon/options.py`'s, what is done is
+`nanobeacon.LLM`'s. Exit status: 0; 1 where a request or the output failed; 2 for a user's mistake
+(one line); 130 for Ctrl-C, with what was generated so far kept. What needs torch is imported where
+it is used, so that --help and mistakes do not wait for it.
 """
 
 import argparse
@@ -12,24 +14,19 @@ import logging
 import os
 import sys
 import threading
-import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tqdm import tqdm
 
-from nanobeacon import __version__
-from nanobeacon.policies import POLICIES
+from nanobeacon.options import DEFAULT_MODEL, check_processes, check_together, parser
+from nanobeacon.processes import joined, spoken_once
 
-DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Options that mean something to the demonstration
 DEMONSTRATION = ("budget", "threads", "trace", "compare")
-LAST_WORDS = 5.0  # seconds that the first of several processes gets to say why it ends
 PATIENCE = 1.0  # seconds that standard input may take without a word about it
 EXAMPLE = (
     "A baker fills 17 trays with 164 rolls: a small tray holds 8, a large one 12. The oven takes 4 trays at "
@@ -38,125 +35,16 @@ EXAMPLE = (
 )
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
-
-
-def parser() -> Parser:
-    p = Parser(
-        prog="generate.py",
-        description="Generate text with a Qwen, Llama or Mistral checkpoint, its KV cache within a budget.",
-    )
-    add = p.add_argument
-    add("--version", action="version", version=f"nanobeacon {__version__}")
-    add("--model", help=f"folder or hub id (with a prompt {DEFAULT_MODEL}, else a demonstration)")
-
-    add = p.add_mutually_exclusive_group().add_argument
-    add("text", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
-    add("--prompt", metavar="TEXT", help="the same")
-    add("--prompt-file", metavar="FILE", help="- is standard input")
-    add("--prompts-file", metavar="FILE", help="JSON lines, answered together into --output")
-    add("--chat", action="store_true", help="hold a conversation; /help in it lists its commands")
-
-    add = p.add_argument
-    add("--raw", action="store_true", help="no chat template: the model continues the text")
-    how = "whether the chat template lets the model think first (default: the template's own)"
-    add("--thinking", action=argparse.BooleanOptionalAction, help=how)
-    add("--output", metavar="FILE", help="of --prompts-file: JSON lines; what it holds is skipped")
-    add("--max-num-seqs", type=int, help="requests at once (default: --n, 16 with --prompts-file)")
-
-    add = p.add_argument_group("what the cache keeps").add_argument
-    add("--budget", type=int, help="output tokens kept in the cache (default: all)")
-    policies = f"{', '.join(POLICIES)}, or module:name of your own (default: %(default)s)"
-    add("--policy", default="beacon", help=policies)
-    add("--window", type=int, help="newest tokens always kept (default: the policy's own, beacon's is 32)")
-    add("--beacons", type=int, help="past queries asked (default: the policy's own, beacon's is 16)")
-    add("--recents", type=int, help="newest queries asked (default: the policy's own, beacon's is 16)")
-    add("--protect", default="prompt", help="prompt, or a number of first tokens kept (default: prompt)")
-
-    how = "compute every prompt anew, also what was read before (as the turns of --chat were)"
-    add("--no-prefix-cache", action="store_true", help=how)
-
-    add = p.add_argument_group(
-        "how it is sampled (default: as the checkpoint says, else greedy)"
-    ).add_argument
-    add("--max-tokens", type=int, help="default: what the context leaves")
-    add("--temperature", type=float, help="0 is greedy")
-    add("--top-p", type=float, help="above 0, up to 1, which is off")
-    add("--top-k", type=int, help="0 is off")
-    add("--min-p", type=float, help="from 0, which is off, to 1")
-    add("--repetition-penalty", type=float, help="1 is off")
-    add("--min-tokens", type=int, help="no end and no stop string before so many")
-    add("--seed", type=int, help="the same seed gives the same draws (default: new ones each time)")
-    add("--n", type=int, default=1, help="completions of the prompt (default: %(default)s)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text before it; repeatable")
-    add("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="ends it; repeatable")
-
-    add = p.add_argument_group("where it runs and what is printed").add_argument
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
-    add("--dtype", default="auto", choices=DTYPES, help=f"{', '.join(DTYPES)} (default: %(default)s)")
-    add("--threads", type=int, help="of the CPU (default: torch's own, 1 for tiny models)")
-    add("--json", action="store_true", help="one JSON object per completion instead of text")
-    add("--trace", metavar="FILE", help="write a page (HTML) that shows what the cache kept")
-    add("--compare", metavar="POLICY", help="with --trace: run a second policy, on the same page")
-
-    add = p.add_argument_group("several processes, which torchrun starts").add_argument
-    how = "so many compute one model together (default: all; 1 with --data-parallel)"
-    add("--tensor-parallel", type=int, metavar="T", help=how)
-    how = "each T of them have a model of their own and take lines of --prompts-file"
-    add("--data-parallel", action="store_true", help=how)
-    return p
-
-
-def spoken_once(program: Callable[[], int]) -> int:
-    """Run a program; its exit status. Of the processes that torchrun starts only the first prints: the others
-    have the same to say, unless they crash.
-
-    Where one fails torchrun ends all, so one that is silent lets the first speak out."""
-    if os.environ.get("RANK", "0") == "0":
-        return program()
-    status = 1
-    try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            status = program()
-    except Exception:
-        traceback.print_exc()
-    finally:
-        if status != 0:
-            time.sleep(LAST_WORDS)
-    return status
-
-
-@contextmanager
-def processes(options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
-    """The group of all processes that torchrun has started, and the group of those that compute one model
-    together with this one. Without torchrun both are this process alone."""
-    from nanobeacon.llm import device_of
-    from nanobeacon.parallel import join
-
-    device = device_of(options.device)
-    with join(device.type) as everyone:
-        if everyone.size > 1 and device.index is not None:
-            raise ValueError(
-                f"--device {options.device}: each process has a GPU of its own; cuda is possible"
-            )
-        together = options.tensor_parallel
-        if together is None:
-            together = 1 if getattr(options, "data_parallel", False) else everyone.size
-        yield everyone, everyone.split(together)
-
-
 def read_prompt(options: argparse.Namespace) -> str | None:
     """The prompt: the option, a file or a pipe; None where there is none.
 
     The newline that ends a file or a pipe, and a byte order mark, are no part of it.
     """
+    # 1. On the command line.
     given = options.prompt if options.text in (None, "-") else options.text
     if given is not None:
         return given
+    # 2. In a file, or on standard input unless somebody sits there.
     path = "-" if options.text == "-" else options.prompt_file
     try:
         if path not in (None, "-"):
@@ -169,8 +57,12 @@ def read_prompt(options: argparse.Namespace) -> str | None:
         text.encode()  # what could not be decoded may have become surrogates
     except (OSError, UnicodeError) as error:
         raise ValueError(f"--prompt-file {path or '-'}: {error}") from error
+    # 3. Without what editors and shells put around it.
     text = text.removeprefix(codecs.BOM_UTF8.decode())
-    text = text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
+    if text.endswith("\r\n"):
+        text = text[:-2]
+    else:
+        text = text.removesuffix("\n")
     return text if text.strip() else None
 
 
@@ -187,7 +79,9 @@ def read_standard_input() -> str:
 
 
 def demonstrate(options: argparse.Namespace) -> int:
-    """The embedded reasoner at work; of the options only those of DEMONSTRATION mean something to it."""
+    """The embedded reasoner at work; of the options only those of DEMONSTRATION mean
+    something to it."""
+    # 1. An option that would do nothing is refused.
     plain = vars(parser().parse_args([]))
     for name, value in vars(options).items():
         if value != plain[name] and name not in DEMONSTRATION:
@@ -196,14 +90,19 @@ def demonstrate(options: argparse.Namespace) -> int:
     from nanobeacon.measure import retention
     from nanobeacon.reasoner import demo, folder
 
+    # 2. The demonstration.
     set_threads(options, str(folder()))
     chosen = {} if options.budget is None else {"budget": options.budget}
     status = demo.run(**chosen)
+    # 3. Its page.
     if options.trace is not None:
         policies = ["beacon"] if options.compare is None else ["beacon", options.compare]
         settings = {"model": "the embedded reasoner", "temperature": 0}
-        runs = [demo.traced(policy, **chosen) for policy in policies]
-        write_page([retention.record(*run, settings) for run in runs], options.trace)
+        records = []
+        for policy in policies:
+            llm, output = demo.traced(policy, **chosen)
+            records.append(retention.record(llm, output, settings))
+        write_page(records, options.trace)
     return status
 
 
@@ -227,58 +126,28 @@ def record(llm: Any, request: Any, options: argparse.Namespace) -> dict[str, Any
     return retention.record(llm, output_of(request), {"model": os.path.basename(model), **sampling})
 
 
-def check_page(options: argparse.Namespace) -> None:
-    """What --trace and --compare need, said before anything is loaded."""
-    from nanobeacon.policies import check
-
-    if options.compare is not None:
-        possible = f"a name of {', '.join(POLICIES)} is possible"
-        check(options.compare in POLICIES, "--compare", options.compare, possible)
-        if options.trace is None:
-            raise ValueError("--compare: both policies are shown on the page that --trace FILE writes")
-    if options.trace is not None:
-        if options.chat or options.n != 1:
-            raise ValueError("--trace: a page shows one completion; it needs no --chat and --n 1")
-        folder = os.path.dirname(options.trace) or "."
-        check(os.path.isdir(folder), "--trace", options.trace, "a file in a folder that exists is possible")
-
-
-def check_batch(options: argparse.Namespace) -> None:
-    """What --prompts-file and --output need, said before anything is loaded."""
-    if options.max_num_seqs is not None and options.max_num_seqs < 1:
-        raise ValueError(f"--max-num-seqs {options.max_num_seqs}: at least 1 is possible")
-    if (options.prompts_file is None) != (options.output is None):
-        raise ValueError("--prompts-file and --output: each needs the other")
-    if options.prompts_file is not None:
-        if options.json or options.trace is not None:
-            raise ValueError("--prompts-file writes JSON lines; --json and --trace are for one prompt")
-        if options.model is None:
-            raise ValueError("--prompts-file needs --model")
-
-
-def check_processes(options: argparse.Namespace, everyone: Any, group: Any) -> None:
-    """What several processes can do, said before anything is loaded."""
-    if everyone.size > group.size and options.prompts_file is None:
-        several = f"--tensor-parallel {group.size} of {everyone.size} processes"
-        raise ValueError(f"{several}: the others are for the lines of --prompts-file")
-    if options.data_parallel and options.prompts_file is None:
-        raise ValueError("--data-parallel: it shares out the lines of --prompts-file")
-    if everyone.size > 1 and options.chat:
-        raise ValueError("--chat: a conversation needs one process, without torchrun")
-
-
 def answer_prompts_file(options: argparse.Namespace, everyone: Any, group: Any) -> int:
     """Answer a file of prompts into a file; returns the exit status."""
     from nanobeacon import batchfile
 
-    source, output = Path(options.prompts_file), Path(options.output)
+    source = Path(options.prompts_file)
+    output = Path(options.output)
     batchfile.read_lines(source)  # a file that cannot be read is said before a model is loaded
-    how = thinking(options)
     llm = load(options, group)
-    outcome = batchfile.answer_file(llm, source, output, params(options), options.raw, how, everyone)
+    outcome = batchfile.answer_file(
+        llm,
+        source,
+        output,
+        params(options),
+        raw=options.raw,
+        chat_options=thinking(options),
+        everyone=everyone,
+    )
     done = f"{outcome.answered:,} lines answered, {outcome.failed:,} failed, {outcome.skipped:,} skipped"
     print(f"{done}: {output}", file=sys.stderr)
-    return 130 if outcome.interrupted else 1 if outcome.failed else 0
+    if outcome.interrupted:
+        return 130
+    return 1 if outcome.failed else 0
 
 
 def set_threads(options: argparse.Namespace, model: str) -> None:
@@ -321,41 +190,63 @@ def load(options: argparse.Namespace, group: Any) -> Any:
     cut_to_context(options, model)
     set_threads(options, model)
     logging.getLogger("nanobeacon").setLevel(logging.INFO)
-    names = ("device", "dtype", "seed", "budget", "policy", "window", "beacons", "recents")
-    chosen = {name: getattr(options, name) for name in names}
-    protect = int(options.protect) if options.protect.lstrip("-").isdigit() else options.protect
-    seats = options.max_num_seqs or (16 if options.prompts_file else min(options.n, 64))
+    # The option is a text: a number in it is one of first tokens.
+    protect = options.protect
+    if protect.lstrip("-").isdigit():
+        protect = int(protect)
+    seats = options.max_num_seqs
+    if not seats:
+        seats = 16 if options.prompts_file else min(options.n, 64)
     return LLM(
         model,
+        device=options.device,
+        dtype=options.dtype,
+        seed=options.seed,
         max_num_seqs=seats,
+        budget=options.budget,
+        policy=options.policy,
+        window=options.window,
+        beacons=options.beacons,
+        recents=options.recents,
         protect=protect,
-        progress=sys.stderr.isatty(),
         trace=options.trace is not None,
         prefix_cache=not options.no_prefix_cache,
+        progress=sys.stderr.isatty(),
         group=group,
-        **chosen,
     )
 
 
 def params(options: argparse.Namespace) -> Any:
+    """The SamplingParams that the options describe. ValueError for a value that is not possible."""
     from nanobeacon import SamplingParams
 
-    names = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    names += ("seed", "stop", "n")
-    chosen = {name: getattr(options, name) for name in names}
-    return SamplingParams(stop_token_ids=options.stop_token_id, **chosen)
+    return SamplingParams(
+        max_tokens=options.max_tokens,
+        min_tokens=options.min_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+        stop=options.stop,
+        stop_token_ids=options.stop_token_id,
+        n=options.n,
+    )
 
 
 def show(pieces: Iterator[tuple[Any, str]], requests: Sequence[Any]) -> None:
-    """Print completions as they grow: the first at once, the next one when those before it have ended."""
-    held = dict.fromkeys(requests, "")
+    """Print completions as they grow: the first at once, the next one when those before it
+    have ended."""
+    held = dict.fromkeys(requests, "")  # the text of each that is not printed yet
     ended = set()
-    current = 0
+    current = 0  # the completion that is being printed
     announce(0, len(requests))
     for request, piece in pieces:
         held[request] += piece
         if request.finish_reason is not None:
             ended.add(request)
+        # Whatever the current one has; where it has ended, also what the next ones wrote meanwhile.
         while current < len(requests):
             print(held[requests[current]], end="", flush=True)
             held[requests[current]] = ""
@@ -373,7 +264,10 @@ def announce(completion: int, n: int) -> None:
 
 
 def answer(llm: Any, prompt: Any, sampling: Any, as_json: bool) -> tuple[list[Any], bool]:
-    """Generate and print the completions of one prompt: their requests, and whether Ctrl-C ended them."""
+    """Generate and print the completions of one prompt: their requests, and whether
+    Ctrl-C ended them.
+
+    ValueError for a prompt that cannot run."""
     requests = llm.submit([prompt], sampling)
     interrupted = False
     if requests[0].error:
@@ -387,7 +281,7 @@ def answer(llm: Any, prompt: Any, sampling: Any, as_json: bool) -> tuple[list[An
             show(pieces, requests)
     except KeyboardInterrupt:
         interrupted = True
-        pieces.close()
+        pieces.close()  # which aborts the requests; what they have so far stays
         print(file=sys.stderr if as_json else sys.stdout, flush=True)
     if as_json:
         for request in requests:
@@ -399,8 +293,9 @@ def fields_of(llm: Any, request: Any) -> dict[str, Any]:
     """What --json prints of a completion."""
     from nanobeacon.llm import output_of
 
-    fields = asdict(output_of(request, request.arrival)) | {"stats": asdict(llm.stats)}
-    fields.pop("trace")
+    fields = asdict(output_of(request, request.arrival))
+    fields.pop("trace")  # far too long for a line; --trace draws it
+    fields["stats"] = asdict(llm.stats)
     return fields
 
 
@@ -416,17 +311,18 @@ def json_line(value: Any) -> str:
 
 def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
     """One prompt, through the chat template where there is one; returns the exit status."""
+    # 1. The prompt as the model reads it, and no more tokens than the context leaves beside it.
     raw = options.raw or llm.tokenizer is None or llm.tokenizer.chat_template is None
-    prompt = text if raw else llm.chat_prompt([{"role": "user", "content": text}], **thinking(options))
-    sampling = params(options)
-    if llm.tokenizer is not None and sampling.max_tokens is not None:
-        length = len(llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt)
-        left = llm.engine.max_model_len - length
-        if 0 < left < sampling.max_tokens:
-            tell(f"--max-tokens {sampling.max_tokens:,}: the context leaves {left:,} beside the prompt")
-            sampling = replace(sampling, max_tokens=left)
+    if raw:
+        prompt = text
+    else:
+        prompt = llm.chat_prompt([{"role": "user", "content": text}], **thinking(options))
+    sampling = within_context(llm, prompt, params(options))
+    # 2. The text.
     requests, interrupted = answer(llm, prompt, sampling, options.json)
-    if len(requests) > 1 and (requests[0].params.temperature == 0 or requests[0].params.top_k == 1):
+    # 3. What is to be said about it.
+    greedy = requests[0].params.temperature == 0 or requests[0].params.top_k == 1
+    if len(requests) > 1 and greedy:
         tell(f"--n {len(requests)}: without sampling (temperature 0) all completions are equal")
     for request in requests:
         if request.finish_reason == "length" and not options.json:
@@ -435,20 +331,40 @@ def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
     errors = [request.error for request in requests if request.error]
     if errors:
         tell(f"generate.py: {errors[0]}")
+    # 4. The page of what the cache kept.
     if options.trace is not None and not errors:
         records = [record(llm, requests[0], options)]
         if options.compare is not None and not interrupted:
             records.append(compared(prompt, options, llm.engine.group))
         llm.engine.group.by_first(lambda: write_page(records, options.trace))
-    return 130 if interrupted else 1 if errors else 0
+    if interrupted:
+        return 130
+    return 1 if errors else 0
+
+
+def within_context(llm: Any, prompt: Any, sampling: Any) -> Any:
+    """The sampling, --max-tokens lowered to what the context leaves beside the prompt, with a word
+    on stderr; a prompt that leaves nothing is the engine's to refuse."""
+    if llm.tokenizer is None or sampling.max_tokens is None:
+        return sampling
+    length = len(llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt)
+    left = llm.engine.max_model_len - length
+    if not 0 < left < sampling.max_tokens:
+        return sampling
+    tell(f"--max-tokens {sampling.max_tokens:,}: the context leaves {left:,} beside the prompt")
+    return replace(sampling, max_tokens=left)
 
 
 def compared(prompt: Any, options: argparse.Namespace, group: Any) -> dict[str, Any]:
     """The same prompt under the policy of --compare, silently; what the page shows of it."""
-    changes: dict[str, Any] = {"policy": options.compare}
-    if options.compare == "full":
-        changes |= {"budget": None, "window": None, "beacons": None, "recents": None, "protect": "prompt"}
-    second = argparse.Namespace(**vars(options) | changes)
+    second = argparse.Namespace(**vars(options))
+    second.policy = options.compare
+    if options.compare == "full":  # which takes none of what acts under a budget
+        second.budget = None
+        second.window = None
+        second.beacons = None
+        second.recents = None
+        second.protect = "prompt"
     llm = load(second, group)
     requests = llm.submit([prompt], params(second))
     for _ in llm.run(requests):
@@ -459,6 +375,7 @@ def compared(prompt: Any, options: argparse.Namespace, group: Any) -> dict[str, 
 
 
 def name_of(request: Any, n: int) -> str:
+    """How one of n completions is spoken of."""
     return "The answer" if n == 1 else f"Completion {request.completion + 1}"
 
 
@@ -474,12 +391,15 @@ def converse(llm: Any, options: argparse.Namespace) -> int:
     turns: list[list[Any]] = []
 
     def answer_turn(prompt: list[int], sampling: Any) -> Any:
-        written, seconds = llm.stats.output_tokens, llm.stats.decode_seconds
+        """One answer, printed, and a line about it; gives its request."""
+        written_before = llm.stats.output_tokens
+        seconds_before = llm.stats.decode_seconds
         requests, _ = answer(llm, prompt, sampling, options.json)
         turns.append(requests)
-        written = llm.stats.output_tokens - written
-        speed = max(written - 1, 0) / max(llm.stats.decode_seconds - seconds, 1e-9)
         (request,) = requests
+        written = llm.stats.output_tokens - written_before
+        seconds = llm.stats.decode_seconds - seconds_before
+        speed = rate(written - 1, seconds)  # the first token is the prefill's
         cut = ", cut there" if request.finish_reason == "length" else ""
         tell(
             f"[{written:,} tokens{cut}, {speed:.1f} tokens/s; "
@@ -502,24 +422,36 @@ def closing_lines(llm: Any, groups: Sequence[Sequence[Any]]) -> str:
     groups: requests that ran together; those of different groups ran one after the other.
     """
     stats = llm.stats
+    # 1. Speed. The first token of each request is the prefill's.
     requests = [request for group in groups for request in group]
-    decoded = max(stats.output_tokens - len(requests), 0)
-    seconds = stats.prefill_seconds + stats.decode_seconds
+    decoded = stats.output_tokens - len(requests)
+    prefill = f"prefill {rate(stats.prompt_tokens, stats.prefill_seconds):.1f} tokens/s"
+    if stats.prefix_tokens:
+        prefill += f", {stats.prefix_tokens:,} prompt tokens known from before"
+    decode = f"decode {rate(decoded, stats.decode_seconds):.1f} tokens/s ({stats.output_tokens} new tokens)"
+    # 2. What was kept of the longest text.
     longest = max((request.num_computed for request in requests), default=0)
-    token_bytes = llm.engine.page_bytes / llm.engine.config.page_size
     most = stats.peak_cached_tokens
-    held = max((sum(min(r.num_computed, most) for r in group) for group in groups), default=0)
-    used = min(held * token_bytes, stats.peak_kv_bytes)  # completions share the pages of their prompt
-    known = f", {stats.prefix_tokens:,} prompt tokens known from before" if stats.prefix_tokens else ""
-    return (
-        f"prefill {stats.prompt_tokens / max(stats.prefill_seconds, 1e-9):.1f} tokens/s{known}, "
-        f"decode {decoded / max(stats.decode_seconds, 1e-9):.1f} tokens/s "
-        f"({stats.output_tokens} new tokens)\n"
-        f"kept {most:,} of {longest:,} tokens a head ({100 * most / max(longest, 1):.1f} %); "
+    kept = f"kept {most:,} of {longest:,} tokens a head ({100 * most / max(longest, 1):.1f} %)"
+    # 3. Memory: of pages that are reserved some slots are empty. Completions share their
+    #    prompt's pages.
+    token_bytes = llm.engine.page_bytes / llm.engine.config.page_size
+    held_by_group = [sum(min(request.num_computed, most) for request in group) for group in groups]
+    used = min(max(held_by_group, default=0) * token_bytes, stats.peak_kv_bytes)
+    memory = (
         f"KV {stats.peak_kv_bytes / 1e6:,.1f} MB reserved, {used / 1e6:,.1f} MB used, "
-        f"{stats.full_kv_bytes / 1e6:,.1f} MB without a budget; "
-        f"{stats.evictions} evictions, {100 * stats.eviction_seconds / max(seconds, 1e-9):.1f} % of the time"
+        f"{stats.full_kv_bytes / 1e6:,.1f} MB without a budget"
     )
+    # 4. What eviction costs.
+    seconds = stats.prefill_seconds + stats.decode_seconds
+    share = 100 * rate(stats.eviction_seconds, seconds)
+    evictions = f"{stats.evictions} evictions, {share:.1f} % of the time"
+    return f"{prefill}, {decode}\n{kept}; {memory}; {evictions}"
+
+
+def rate(amount: float, seconds: float) -> float:
+    """An amount per second, at least 0, also where no time has passed."""
+    return max(amount, 0) / max(seconds, 1e-9)
 
 
 def tell(text: str) -> None:
@@ -554,6 +486,7 @@ def serve(options: argparse.Namespace, everyone: Any, group: Any) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The program as each process runs it, of which the first speaks; returns its exit status."""
     return spoken_once(lambda: run(arguments))
 
 
@@ -561,16 +494,17 @@ def run(arguments: list[str] | None) -> int:
     """The program; returns its exit status."""
     open_streams()
     options = parser().parse_args(arguments)
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # which nothing here needs
+    # which nothing here needs
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
-        params(options)  # what is wrong with them is said before a model is loaded
-        check_page(options)
-        check_batch(options)
-        if options.chat and (options.n != 1 or options.raw):
-            raise ValueError("--chat: a conversation has one answer a turn, through the chat template")
-        with processes(options) as (everyone, group):
-            check_processes(options, everyone, group)
+        # 1. What is wrong with the options is said before a model is loaded …
+        params(options)
+        check_together(options)
+        # 2. … also what is wrong with them for so many processes.
+        in_groups = joined(options.device, options.tensor_parallel, options.data_parallel)
+        with in_groups as (everyone, group):
+            check_processes(options, everyone.size, group.size)
             return serve(options, everyone, group)
     except ValueError as error:
         print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr)
