@@ -1,7 +1,13 @@
 """`Engine.step()`: the only place where scheduler, model, cache and evictor meet.
 
-Knows token ids, and text only through each request's stream. Where weights, tokenizers and options come from
-is the business of `llm.py`."""
+A step is `_run`: the scheduler's plan becomes a batch, the model reads it and stores what is to be
+remembered, requests take their tokens (`answers.py`), and caches that are full evict
+(`eviction.py`). Around it stand what a request must fulfil to be queued (`submit`) and what happens
+when a step fails (`_run_within_memory`, `_at_work`).
+
+Knows token ids, and nothing of text but that a request has a stream. Where weights, tokenizers and
+options come from is the business of `llm.py`.
+"""
 
 import logging
 import random
@@ -14,12 +20,14 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from .answers import Answers, draw_of, flush_text, take_tokens
 from .batch import Batch, write_pages
 from .cache import KVCache, QueryBuffer
+from .clock import DeviceClock
 from .config import EngineConfig
 from .eviction import Evictor
 from .faults import Progress, is_out_of_memory
-from .graphs import Answers, DecodeGraphs, Recorder, buckets, can_record
+from .graphs import DecodeGraphs, Recorder, buckets, can_record
 from .memory import free_bytes, step_bytes
 from .models.decoder import Decoder
 from .observation import Observation
@@ -27,7 +35,7 @@ from .pages import PagePool
 from .prefix import PrefixCache
 from .processors import Processing
 from .request import Listener, Request, SamplingParams
-from .sampling import GREEDY, Draw, best_tokens, sample, token_logprobs, uniform
+from .sampling import best_tokens
 from .scheduler import MOST_PREFILL_TOKENS, Plan, Scheduler
 from .stats import Stats
 from .tokenizer import TextStream, Tokenizer
@@ -43,9 +51,13 @@ class Engine:
     """Continuous batching of requests on one model. `tokenizer` None: token ids alone, no text."""
 
     def __init__(
-        self, model: Decoder, config: EngineConfig, tokenizer: Tokenizer | None,
-        eos_token_ids: frozenset[int], progress: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        progress: bool = False,
+    ) -> None:
         self.model = model
         self.config = config
         self.tokenizer = tokenizer
@@ -62,7 +74,9 @@ class Engine:
         if self.seed is None:
             self.seed = self.group.by_first(lambda: random.SystemRandom().getrandbits(63))
         self.max_model_len = config.max_model_len or shape.context
-        self.vocabulary = min(tokenizer.size, shape.vocab_size) if tokenizer else shape.vocab_size
+        self.vocabulary = shape.vocab_size
+        if tokenizer is not None:  # a checkpoint may have more rows of logits than there are tokens
+            self.vocabulary = min(tokenizer.size, shape.vocab_size)
         # 1. Memory: query buffers first, then as many pages as fit beside them.
         borders = range(rows, rows + BORDER_ROWS) if self._shares_queries() else range(0)
         self.queries = QueryBuffer(settings, shape, rows + len(borders), dtype, device)
@@ -93,6 +107,7 @@ class Engine:
             with torch.cuda.device(device):
                 self._prepare(most_pages * page_size, progress)
         self.stats = Stats()
+        self.eviction_clock = DeviceClock(device)
         self._arrivals = count()
         self._lock = threading.RLock()  # several threads may submit, step and abort
         self._working = False  # somebody is between taking and giving back the lock
@@ -144,16 +159,20 @@ class Engine:
         )
 
     def _pages_that_fit(self, pages_each: int) -> int:
-        """GPU: `gpu_memory` of what is free now, less what a step takes; CPU: what `max_num_seqs` requests
-        need, CPU_POOL at most."""
-        device, page_bytes = self.model.device, self.page_bytes
+        """Pages for the pool: never more than `max_num_seqs` requests of `pages_each` can fill.
+
+        GPU: `gpu_memory` of what is free now, less what a step takes; CPU: CPU_POOL at most.
+        ValueError where not even one page fits."""
+        device = self.model.device
+        page_bytes = self.page_bytes
+        most_pages = self.config.max_num_seqs * pages_each
         if device.type == "cuda":
             room = int(free_bytes(device) * self.config.gpu_memory) - self._step_bytes()
         else:
-            room = min(CPU_POOL, self.config.max_num_seqs * pages_each * page_bytes)
+            room = min(CPU_POOL, most_pages * page_bytes)
         if room < page_bytes:
             raise ValueError(f"num_pages: {room} bytes are free for the cache, one page takes {page_bytes}")
-        return min(room // page_bytes, self.config.max_num_seqs * pages_each)
+        return min(room // page_bytes, most_pages)
 
     def _step_bytes(self) -> int:
         """What a step may take on a GPU beside what is allocated before the first one."""
@@ -169,10 +188,16 @@ class Engine:
         )
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, forced: list[int] | None = None,
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        forced: list[int] | None = None,
         on_logits: Listener | None = None,
-    ) -> list[Request]:  # fmt: skip
-        """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set."""
+    ) -> list[Request]:
+        """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set.
+
+        forced: an output that is given instead of sampled, token ids. on_logits: called for each
+        output token with how many came before it and its raw logits, float32 [V]."""
         settings = self.config.eviction
         arrival = next(self._arrivals)
         seed = self._seed_of(arrival) if params.seed is None else params.seed
@@ -180,13 +205,21 @@ class Engine:
         # 1. All that can be refused or fail comes before the first one is queued.
         requests: list[Request] = []
         for completion in range(params.n):
-            request = Request(arrival, prompt, params, params.max_tokens or 0, protected, completion, seed)
-            request.eos_token_ids = self.eos_token_ids
-            request.budgeted = settings is not None
-            request.forced = forced
-            request.on_logits = on_logits
+            request = Request(
+                arrival,
+                prompt,
+                params,
+                max_tokens=params.max_tokens or 0,
+                protected=protected,
+                completion=completion,
+                seed=seed,
+                eos_token_ids=self.eos_token_ids,
+                forced=forced,
+                on_logits=on_logits,
+                budgeted=settings is not None,
+            )
             request.processing = Processing.of(request)
-            request.draw = self._draw_of(request)
+            request.draw = draw_of(request, self.vocabulary)
             request.error = self._limit(request)
             if request.error:
                 request.finish_reason = "error"
@@ -205,21 +238,16 @@ class Engine:
                 self.abort(request)
             raise
 
-    def _draw_of(self, request: Request) -> Draw:
-        """How its rows are sampled; given ones are only looked up."""
-        params = request.params
-        if request.forced is not None or not params.temperature or params.top_k == 1:
-            return GREEDY
-        return Draw(params.temperature, min(params.top_k, self.vocabulary), params.top_p, params.min_p)
-
     def _seed_of(self, arrival: int) -> int:
-        """For a request without a seed: by the engine's seed, which is a fresh one by itself, and the
-        arrival."""
+        """For a request without a seed: by the engine's seed and the arrival. Without an engine's seed
+        either, that is a fresh one."""
         return random.Random(f"{self.seed} {arrival}").getrandbits(63)
 
     def _limit(self, request: Request) -> str | None:
         """Settle max_tokens; the reason why the request cannot run, or None."""
-        prompt, vocab_size = request.prompt_token_ids, self.model.config.vocab_size
+        prompt = request.prompt_token_ids
+        vocab_size = self.model.config.vocab_size
+        # 1. What was written: token ids and stop strings.
         if not prompt:
             return "the prompt is empty and the model has no BOS token to begin with"
         given = [*prompt, *(request.forced or []), *request.params.token_ids_named]
@@ -228,15 +256,20 @@ class Engine:
             return f"token id {_shown(wrong[0])}: possible are whole numbers from 0 to {vocab_size - 1}"
         if request.params.stop and self.tokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none; stop_token_ids work"
+        # 2. The model's context.
         left = self.max_model_len - len(prompt)
         asked = request.max_tokens or 1
         if asked > left:
             possible = f"{self.max_model_len} together are possible (max_model_len)"
             return f"{len(prompt)} prompt tokens and {asked} new ones were asked for; {possible}"
+        # 3. Without a max_tokens: as many as the context and the cache leave room for.
         slots = (self.pool.num_pages - 1) * self.config.page_size
         if not request.max_tokens:
-            most = left if self.config.eviction else min(left, max(1, slots - len(prompt)))
+            most = left
+            if self.config.eviction is None:  # a budget's cache does not grow with the output
+                most = min(left, max(1, slots - len(prompt)))
             request.max_tokens = min(most, self.config.usual_max_tokens or most)
+        # 4. The cache, once it is alone there.
         if not self.scheduler.fits(request):
             needed = f"the cache must hold {self.scheduler.tokens_held(request)} tokens for this request"
             return f"{needed} and has {slots} slots; fewer tokens, a budget or more num_pages help"
@@ -287,18 +320,22 @@ class Engine:
         if plan is not None:
             failed = isinstance(error, Exception)  # else somebody asked to stop
             followers = [r for r in self.scheduler.running if r.leader in plan.requests]
-            for request in [r for r in plan.requests + followers if r.finish_reason is None]:
+            for request in plan.requests + followers:
+                if request.finish_reason is not None:
+                    continue
                 request.finish_reason = "error" if failed else "abort"
                 request.error = repr(error) if failed else None
-                self._flush_text(request)
+                flush_text(request)
         self.scheduler.put_right()
         self._plan = None
         self._torn = False
 
     def _run_within_memory(self, plan: Plan) -> list[Request]:
-        """Run a plan; who got a token. Until tokens are sampled a step can be undone, so where memory runs
-        out it is: a decode step is run again as two halves, the prompts of a prefill step go back to the
-        queue for smaller steps, and a request alone in its step ends."""
+        """Run a plan; who got a token.
+
+        Until tokens are taken a step can be undone, so where memory runs out it is: a decode step is
+        run again as two halves, the prompts of a prefill step go back to the queue for smaller steps,
+        and a request alone in its step ends."""
         self._plan = plan
         before = Progress.of(plan)
         try:
@@ -324,9 +361,9 @@ class Engine:
         elif not plan.prefill:
             middle = len(plan.requests) // 2
             for first, end in ((0, middle), (middle, len(plan.requests))):
-                part = plan.part(first, end)
-                if part.requests:
-                    done += self._run_within_memory(part)
+                half = plan.part(first, end)
+                if half.requests:
+                    done += self._run_within_memory(half)
         return done
 
     @torch.inference_mode()
@@ -334,19 +371,18 @@ class Engine:
         """The step of a plan; who got a token, in order."""
         began = time.perf_counter()
         # 0. Whoever begins behind a prefix that is known takes over the queries kept there.
-        for request in self.scheduler.running:
-            if request.found_row:
-                self.queries.copy_row(request.found_row, request.row)
-                request.found_row = 0
-        self.stats.prefix_tokens = self.scheduler.prefix_tokens
+        self._take_over_queries()
         # 1. Run the model: keys, values and queries are stored on the way, layer by layer.
-        recorded = self.graphs(plan) if self.graphs is not None and plan.one_each else None
-        observation = Observation()
-        if recorded is None:
+        recorded = None
+        if self.graphs is not None and plan.one_each:
+            recorded = self.graphs(plan)
+        if recorded is not None:
+            observation = Observation()  # a decode step stores its queries as it goes
+        else:
             batch = Batch.build(plan, self.cache, self.queries)
-            observation = batch.observation
             hidden = self.model(batch, self.cache, self.queries)
-        # 2. Count what is there now.
+            observation = batch.observation
+        # 2. Count what is there now: from here on the tokens of the step are cached.
         self.queries.advance(plan, observation)
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             request.num_computed += length
@@ -358,30 +394,43 @@ class Engine:
         forks = self._fork(ready)
         for fork in forks:
             ready[fork] = ready[fork.leader]
-        # 4. Sample from the rows that have an answer to give; requests may end here.
+        # 4. A token for each row that has an answer to give; requests may end here.
         takers = [(request, token) for request, tokens in ready.items() for token in tokens]
         if recorded is not None:
-            self._take_tokens(plan.requests, recorded)
+            take_tokens(plan.requests, recorded, self.group, self._close)
         else:
             self._answer(takers, hidden)
         for fork in forks:
             fork.leader = None
-        # 5. Evict, of those that go on.
+        # 5. Evict, of those that go on, whose cache or query buffer is full.
         self._evict([r for r in plan.requests + forks if r.finish_reason is None])
         self.stats.count_time(plan, len(takers), time.perf_counter() - began)
         return list(ready)
 
+    def _take_over_queries(self) -> None:
+        """Copy the query buffer kept at a known prefix's border to whoever was admitted behind it."""
+        for request in self.scheduler.running:
+            if request.found_row:
+                self.queries.copy_row(request.found_row, request.row)
+                request.found_row = 0
+        self.stats.prefix_tokens = self.scheduler.prefix_tokens
+
     def _answer(self, takers: list[tuple[Request, int]], hidden: Tensor) -> None:
-        """Tokens for requests from the hidden states [T, hidden] of tokens, some rows of logits at a time."""
+        """Tokens for requests from the hidden states [T, hidden] of the step's tokens.
+
+        takers: (request, which of the T tokens it follows). Logits are held of `logit_rows` rows at
+        a time: given outputs have many, and a row is as long as the vocabulary."""
+        every_token = list(range(len(hidden)))
         for first in range(0, len(takers), self.logit_rows):
             some = takers[first : first + self.logit_rows]
+            requests = [request for request, _ in some]
             index = [token for _, token in some]
-            answering = hidden  # as it is where each token has one answer to give: the common decode step
-            if index != list(range(len(hidden))):
+            answering = hidden  # as it is where each token has one answer: the common decode step
+            if index != every_token:
                 answering = hidden[torch.tensor(index, device=hidden.device)]
             logits = self.model.logits(answering, self.vocabulary)
             answers = Answers(logits, best_tokens(logits))
-            self._take_tokens([request for request, _ in some], answers)
+            take_tokens(requests, answers, self.group, self._close)
 
     def _remember(self, plan: Plan) -> None:
         """Make the pages that a step has filled known to the prefix cache, with the queries at a border."""
@@ -399,19 +448,22 @@ class Engine:
                 prefix.keep_row(request)
 
     def _evict(self, going_on: list[Request]) -> None:
-        began = time.perf_counter()
+        """Reduce and evict what is due among these, and end those that could not be evicted.
+
+        A GPU is not waited for: its seconds are counted in a later step, when they are known."""
+        began = self.eviction_clock.begin()
         if self.evictor.after_step(going_on):
+            self.eviction_clock.end(began)
             for request in going_on:
-                if request.finish_reason is not None:  # it could not be evicted
+                if request.finish_reason is not None:
                     self._close(request)
-            device = self.model.device
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            self.stats.eviction_seconds += time.perf_counter() - began
-            self.stats.evictions = self.evictor.evictions
+        self.stats.evictions = self.evictor.evictions
+        self.stats.eviction_seconds = self.eviction_clock.seconds()
 
     def _fork(self, ready: Collection[Request]) -> list[Request]:
-        """Completions that waited for a prompt's prefill: they take over what they do not share already."""
+        """Completions that waited for a prompt's prefill: they take over what they do not share already.
+
+        ready: who gets tokens in this step. A leader among them has just read the prompt."""
         followers = [r for r in self.scheduler.running if r.leader is not None]
         forks = [r for r in followers if r.leader in ready]
         if forks:
@@ -425,114 +477,20 @@ class Engine:
             # The full protected pages are shared already; the others are copied, as is the buffer row.
             used = -(-leader.cached_length // self.config.page_size)
             private = [i for i in range(used) if leader.pages[i] != request.pages[i]]
-            self.cache.copy_pages([leader.pages[i] for i in private], [request.pages[i] for i in private])
+            theirs = [leader.pages[i] for i in private]
+            own = [request.pages[i] for i in private]
+            self.cache.copy_pages(theirs, own)
             self.queries.copy_row(leader.row, request.row)
             request.buffer_count = leader.buffer_count
         return forks
 
-    def _take_tokens(self, requests: list[Request], answers: Answers) -> None:
-        """Sample a token for each row of logits (of a given output several), and do what an end demands."""
-        logits = answers.logits
-        tokens = self._sample(requests, answers)
-        self._record_logprobs(requests, logits, tokens)
-        # One read for tokens and failures: -1 stands for logits that mean nothing.
-        tokens = torch.where(answers.best < 0, -1, tokens)
-        tokens = self.group.broadcast(tokens).tolist()
-        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            if request.finish_reason is not None:
-                continue  # an earlier row of this step ended it
-            if request.on_logits is not None:
-                self._hear(request, logits[row])
-            if request.finish_reason is not None:
-                pass  # its listener failed, or aborted it
-            elif token < 0:
-                request.finish_reason = "error"
-                request.error = "the model's logits are not finite"
-            else:
-                request.append(token)
-                if request.params.stop:
-                    self._look_for_stop(request)
-            if request.finish_reason is not None:
-                self._close(request)
-
-    def _hear(self, request: Request, logits: Tensor) -> None:
-        """Let a request's listener see its logits [V]; one that fails ends its own request only."""
-        try:
-            request.on_logits(len(request.output_token_ids), logits)
-        except Exception as error:
-            request.finish_reason = "error"
-            request.error = f"on_logits failed: {error!r}"
-
-    def _sample(self, requests: list[Request], answers: Answers) -> Tensor:
-        """Token ids int64 [R]; those of rows without a finite logit mean nothing."""
-        logits = answers.logits
-        draws = [request.draw for request in requests]
-        for row, request in enumerate(requests):
-            if request.draw.temperature:  # 0: greedy, the same in each step
-                u = uniform(request.seed, request.completion, request.num_tokens)
-                draws[row] = request.draw.at(u)
-        greedy = all(draw is GREEDY for draw in draws)
-        tokens = answers.best.clamp(min=0) if greedy else sample(logits, draws)
-        if any(r.processing is not None for r in requests):
-            self._sample_processed(requests, logits, draws, tokens)
-        given = _given_tokens(requests)
-        if given:
-            tokens[list(given)] = tokens.new_tensor(list(given.values()))
-        return tokens
-
-    def _sample_processed(
-        self, requests: list[Request], logits: Tensor, draws: list[Draw], tokens: Tensor
-    ) -> None:
-        """Draw anew, from logits that its processors changed, for each request that has some.
-
-        One whose processor fails ends here, and it alone. Requests without any are drawn as ever."""
-        processed: dict[int, Tensor] = {}
-        for row, request in enumerate(requests):
-            if request.processing is None:
-                continue
-            try:
-                processed[row] = request.processing(request, logits[row])
-            except ValueError as error:
-                request.finish_reason = "error"
-                request.error = str(error)
-                self._close(request)
-        if processed:
-            rows = list(processed)
-            tokens[rows] = sample(torch.stack(list(processed.values())), [draws[row] for row in rows])
-
-    def _record_logprobs(self, requests: list[Request], logits: Tensor, tokens: Tensor) -> None:
-        """For those that ask: (log-probability of the token, {id: log-probability} of the k best)."""
-        rows = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
-        rows = [i for i in rows if requests[i].finish_reason is None]
-        if not rows:
-            return
-        k = max(requests[i].params.logprobs for i in rows)
-        own, ids, values = (x.tolist() for x in token_logprobs(logits[rows], tokens[rows], k))
-        for j, i in enumerate(rows):
-            best = dict(list(zip(ids[j], values[j], strict=True))[: requests[i].params.logprobs])
-            requests[i].logprobs.append((own[j], best))
-
-    def _look_for_stop(self, request: Request) -> None:
-        """Decode the newest token; the others' text is decoded when somebody takes it."""
-        if request.stream is not None:
-            request.decode()
-            if request.stream.stopped:
-                request.finish_reason = "stop"
-
     def _close(self, request: Request) -> None:
         """Release everything a finished request held, and the text that was held back."""
         self.scheduler.finish(request)
-        self._flush_text(request)
-
-    def _flush_text(self, request: Request) -> None:
-        """What was held back may complete a stop string."""
-        stream = request.stream
-        if stream is not None and request.params.stop and not stream.stopped:
-            stream.finish()
-            if stream.stopped:
-                request.finish_reason = "stop"
+        flush_text(request)
 
     def _count_memory(self, plan: Plan) -> None:
+        """What is held while all that the step stored is there, before anything ends or is evicted."""
         running = self.scheduler.running
         prefix = self.scheduler.prefix
         kept_rows = len(prefix.kept_rows) if prefix is not None else 0
@@ -543,17 +501,6 @@ class Engine:
             full_bytes=full_pages * self.page_bytes,
             query_bytes=(len(running) + kept_rows) * self.queries.row_bytes,
         )
-
-
-def _given_tokens(requests: list[Request]) -> dict[int, int]:
-    """Row -> token, where output is given; a request may have several rows, one behind the other."""
-    given = {}
-    nth = 0  # of the rows that a request takes at once
-    for row, request in enumerate(requests):
-        nth = nth + 1 if row and request is requests[row - 1] else 0
-        if request.forced is not None:
-            given[row] = request.forced[len(request.output_token_ids) + nth]
-    return given
 
 
 def _shown(token_id: object) -> str:

@@ -5,13 +5,14 @@ but the greedy token."""
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .answers import Answers
 from .batch import Batch, padding_request
 from .cache import KVCache, QueryBuffer
 from .kernels import reference
@@ -76,14 +77,6 @@ class Recorder:
             return hidden
 
         return replay
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What a forward pass says to R rows; those of a recorded step hold until the next one."""
-
-    logits: Tensor  # float32 [R, V]
-    best: Tensor  # int64 [R]: the greedy tokens, -1 where the logits are not finite
 
 
 class DecodeGraphs:

@@ -286,7 +286,16 @@ LOCKED = (
     "step",
     "_at_work",
 )  # taking and giving back a lock is Python's own: no line tears it out of a `with`
-FILES = ("engine.py", "scheduler.py", "pages.py", "prefix.py", "cache.py", "eviction.py", "batch.py")
+FILES = (
+    "engine.py",
+    "answers.py",
+    "scheduler.py",
+    "pages.py",
+    "prefix.py",
+    "cache.py",
+    "eviction.py",
+    "batch.py",
+)
 
 
 def work(file: str, name: str) -> bool:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import bench
-from nanobeacon import engine
+from nanobeacon import answers
 from nanobeacon.engine import Engine
 from nanobeacon.measure import soak
 from nanobeacon.pages import PagePool
@@ -79,8 +79,8 @@ def end_too_early(patch):
 
 
 def mix_up_rows(patch):
-    sample = engine.sample
-    patch.setattr(engine, "sample", lambda logits, draws: sample(logits, draws).roll(1))
+    sample = answers.sample
+    patch.setattr(answers, "sample", lambda logits, draws: sample(logits, draws).roll(1))
 
 
 def stay_in_memory(patch):
