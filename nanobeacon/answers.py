@@ -115,7 +115,7 @@ def _sample_processed(
     tokens: Tensor,
     close: Close,
 ) -> None:
-    """Draw again, into `tokens`, from logits that its processors changed, for each request with some.
+    """Draw again, into `tokens`, for each request whose processors change its logits.
 
     One whose processor fails ends here, and it alone. Requests without any are drawn as ever."""
     processed: dict[int, Tensor] = {}
@@ -135,7 +135,7 @@ def _sample_processed(
 
 
 def _given_tokens(requests: list[Request]) -> dict[int, int]:
-    """Row -> token, where output is given; a request may have several rows, one behind the other."""
+    """Row -> token, where output is given. A request's rows lie one behind the other."""
     given = {}
     nth = 0  # of the rows that a request takes at once
     for row, request in enumerate(requests):

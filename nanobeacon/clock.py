@@ -19,21 +19,22 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self._seconds = 0.0  # of the pieces that are over, as far as the host knows
-        self._pieces: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # not known to be over
+        # (begin, end) of those that are not known to be over, the oldest first
+        self._pieces: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def begin(self) -> Moment:
         """Before a piece of work; on a GPU in the current stream, which must do all of it."""
         return self._mark() if self.on_gpu else time.perf_counter()
 
     def end(self, began: Moment) -> None:
-        """After it: count what has been done or launched since. A piece without an end is not counted."""
+        """After it: count what was done or launched since. A piece without an end does not count."""
         if self.on_gpu:
             self._pieces.append((began, self._mark()))
         else:
             self._seconds += time.perf_counter() - began
 
     def seconds(self) -> float:
-        """Of all pieces that are over. On a GPU the last ones may be missing until it has come so far."""
+        """Of all pieces that are over; on a GPU, of those that it is known to be past."""
         while self._pieces:
             began, ended = self._pieces[0]
             if not ended.query():

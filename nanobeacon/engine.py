@@ -41,14 +41,17 @@ from .stats import Stats
 from .tokenizer import TextStream, Tokenizer
 from .warmup import warm_up
 
-BORDER_ROWS = 16  # rows of the query buffer kept for known prefixes, beside those of running requests
+# rows of the query buffer kept for known prefixes, beside those of running requests
+BORDER_ROWS = 16
 LOGIT_ROWS = 128  # rows of logits held at once, at least: given outputs have several a request
 CPU_POOL = 4 << 30  # bytes of keys and values that a CPU's pool takes at most by itself
 log = logging.getLogger("nanobeacon")
 
 
 class Engine:
-    """Continuous batching of requests on one model. `tokenizer` None: token ids alone, no text."""
+    """Continuous batching of requests on one model: whoever waits joins at the next step.
+
+    `submit` queues, `step` computes, `abort` ends; all three may be called by several threads."""
 
     def __init__(
         self,
@@ -58,6 +61,12 @@ class Engine:
         eos_token_ids: frozenset[int],
         progress: bool = False,
     ) -> None:
+        """Take the memory that the engine works in, and make ready what a step needs.
+
+        tokenizer None: token ids alone, no text. eos_token_ids: any of them ends a request, unless
+        its params ignore them. progress: a bar while decode steps are recorded.
+        ValueError names a size that does not fit."""
+        # 0. What is given, and what follows from it.
         self.model = model
         self.config = config
         self.tokenizer = tokenizer
@@ -68,44 +77,55 @@ class Engine:
         settings = config.eviction
         page_size = config.page_size
         rows = config.max_num_seqs + 1  # row 0 is the scratch row
-        self.logit_rows = max(config.max_num_seqs, LOGIT_ROWS)  # held at once
+        self.logit_rows = max(config.max_num_seqs, LOGIT_ROWS)  # held at once, at most
         self.group = model.group
         self.seed = config.seed
-        if self.seed is None:
+        if self.seed is None:  # a fresh one, the same on every member of a group
             self.seed = self.group.by_first(lambda: random.SystemRandom().getrandbits(63))
         self.max_model_len = config.max_model_len or shape.context
         self.vocabulary = shape.vocab_size
         if tokenizer is not None:  # a checkpoint may have more rows of logits than there are tokens
             self.vocabulary = min(tokenizer.size, shape.vocab_size)
         # 1. Memory: query buffers first, then as many pages as fit beside them.
-        borders = range(rows, rows + BORDER_ROWS) if self._shares_queries() else range(0)
+        borders = range(0)
+        if self._shares_queries():
+            borders = range(rows, rows + BORDER_ROWS)
         self.queries = QueryBuffer(settings, shape, rows + len(borders), dtype, device)
         pages_each = -(-self.max_model_len // page_size)
         slot_bytes = 2 * shape.head_dim * dtype.itemsize + 4  # key, value and position
         self.page_bytes = shape.num_layers * shape.num_kv_heads * page_size * slot_bytes
         self.records = config.cuda_graphs and can_record(model)
-        # The same on every member of a group, so that all come to the same plans
-        num_pages = config.num_pages or min(self.group.collect(self._pages_that_fit(pages_each)))
+        # As many as the fullest device of a group has room for: all members come to the same plans.
+        num_pages = config.num_pages
+        if num_pages is None:
+            num_pages = min(self.group.collect(self._pages_that_fit(pages_each)))
         most_pages = min(pages_each, num_pages)  # of one request
         self.pool = PagePool(num_pages + 1)  # page 0 is the scratch page
         self.cache = KVCache(shape, num_pages + 1, page_size, rows, most_pages, dtype, device)
         # 2. Who evicts, and who decides what runs.
         self.evictor = Evictor(
-            settings, self.cache, self.queries, model.rope, model.kernels, config.trace, model.heads
+            settings,
+            self.cache,
+            self.queries,
+            model.rope,
+            model.kernels,
+            config.trace,
+            model.heads,
         )
         self.scheduler = Scheduler(
             self.pool,
             page_size,
             config.max_num_seqs,
             config.chunk,
-            settings.budget if settings else None,
+            settings.budget if settings is not None else None,
             prefix=self._prefix_cache(borders),
         )
-        # 3. Nothing is compiled while somebody waits; a decode step is replayed where graphs are possible.
+        # 3. Nothing is compiled while somebody waits; decode steps are recorded where they can be.
         self.graphs: DecodeGraphs | None = None
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self._prepare(most_pages * page_size, progress)
+        # 4. What is counted, and who is at work.
         self.stats = Stats()
         self.eviction_clock = DeviceClock(device)
         self._arrivals = count()
@@ -113,49 +133,63 @@ class Engine:
         self._working = False  # somebody is between taking and giving back the lock
         self._torn = False  # … or was thrown out of there, and what it left is not put right yet
         self._plan: Plan | None = None  # the step on its way
+        query_bytes = len(self.queries.buffer) * self.queries.row_bytes
         log.info(
             "%s on %s: %d pages of %d tokens, %.2f GB; query buffers %.1f MB",
-            str(dtype).removeprefix("torch."), device, num_pages, page_size,
-            num_pages * self.page_bytes / 1e9, len(self.queries.buffer) * self.queries.row_bytes / 1e6,
-        )  # fmt: skip
+            str(dtype).removeprefix("torch."),
+            device,
+            num_pages,
+            page_size,
+            num_pages * self.page_bytes / 1e9,
+            query_bytes / 1e6,
+        )
+
+    # -------------------------------------------------------------------------------- making ready
 
     def _prepare(self, most_tokens: int, progress: bool) -> None:
-        """Compile kernels and record decode steps, on the scratch page and the scratch row."""
-        config = self.config
-        warm_up(self.model, self.cache, self.queries, self.evictor, config.chunk, config.max_num_seqs)
-        if self.records:
-            recorder = Recorder(self.model.device)
-            self.graphs = DecodeGraphs(
-                self.model,
-                self.cache,
-                self.queries,
-                config.max_num_seqs,
-                most_tokens,
-                self.vocabulary,
-                recorder,
-            )
-            self.graphs.record_all(progress)
+        """Compile kernels and record decode steps, on the scratch page and the scratch row.
+
+        most_tokens: how many one request can have cached."""
+        chunk = self.config.chunk
+        max_num_seqs = self.config.max_num_seqs
+        warm_up(self.model, self.cache, self.queries, self.evictor, chunk, max_num_seqs)
+        if not self.records:
+            return
+        self.graphs = DecodeGraphs(
+            self.model,
+            self.cache,
+            self.queries,
+            max_num_seqs,
+            most_tokens,
+            self.vocabulary,
+            record=Recorder(self.model.device),
+        )
+        self.graphs.record_all(progress)
 
     def _shares_queries(self) -> bool:
-        """Whether a policy's queries at a border are a function of the tokens before it, and worth keeping.
-        A reservoir draws with the request's seed, so its rows are no other's."""
+        """Whether a policy's queries at a border are a function of the tokens before it, and worth
+        keeping. A reservoir draws with the request's seed, so its rows are no other's."""
         settings = self.config.eviction
         asks = settings is not None and settings.capacity > 0
         return self.config.prefix_cache and asks and settings.policy.select != "reservoir"
 
     def _prefix_cache(self, borders: range) -> PrefixCache | None:
-        """None where it is switched off, or where the queries that belong to a prefix cannot be shared."""
+        """What is known of prompts' beginnings; borders: rows for the queries that belong to them.
+
+        None where it is switched off, or where those queries cannot be shared."""
         settings = self.config.eviction
         asks = settings is not None and settings.capacity > 0
         if not self.config.prefix_cache or (asks and not borders):
             return None
+        # Beyond a dynamic RoPE's context keys depend on how long their own sequence is.
         rope = self.model.rope
+        shared_context = rope.context if rope.config.kind == "dynamic" else None
         return PrefixCache(
             self.pool,
             self.config.page_size,
             self.config.chunk,
             rows=borders if asks else None,
-            shared_context=rope.context if rope.config.kind == "dynamic" else None,
+            shared_context=shared_context,
         )
 
     def _pages_that_fit(self, pages_each: int) -> int:
@@ -171,21 +205,26 @@ class Engine:
         else:
             room = min(CPU_POOL, most_pages * page_bytes)
         if room < page_bytes:
-            raise ValueError(f"num_pages: {room} bytes are free for the cache, one page takes {page_bytes}")
+            free = f"{room} bytes are free for the cache"
+            raise ValueError(f"num_pages: {free}, one page takes {page_bytes}")
         return min(room // page_bytes, most_pages)
 
     def _step_bytes(self) -> int:
         """What a step may take on a GPU beside what is allocated before the first one."""
         config = self.config
         recorded = len(buckets(config.max_num_seqs)) if self.records else 0
+        # The longest step there is: a prefill step's prompts, or one token of each request
+        longest = max(config.chunk, MOST_PREFILL_TOKENS, config.max_num_seqs)
         return step_bytes(
             self.model.config,
             self.model.dtype,
-            tokens=max(config.chunk, MOST_PREFILL_TOKENS, config.max_num_seqs),
+            tokens=longest,
             logit_rows=self.logit_rows,
             graphs=recorded,
             graph_tokens=config.max_num_seqs,
         )
+
+    # ------------------------------------------------------------------------ requests come and go
 
     def submit(
         self,
@@ -194,14 +233,18 @@ class Engine:
         forced: list[int] | None = None,
         on_logits: Listener | None = None,
     ) -> list[Request]:
-        """Queue the n completions of a prompt. One that cannot run comes back finished, with `error` set.
+        """Queue the n completions of a prompt; one that cannot run comes back finished, with `error`.
 
         forced: an output that is given instead of sampled, token ids. on_logits: called for each
         output token with how many came before it and its raw logits, float32 [V]."""
         settings = self.config.eviction
         arrival = next(self._arrivals)
-        seed = self._seed_of(arrival) if params.seed is None else params.seed
-        protected = settings.protected(len(prompt)) if settings else len(prompt)
+        seed = params.seed
+        if seed is None:
+            seed = self._seed_of(arrival)
+        protected = len(prompt)
+        if settings is not None:
+            protected = settings.protected(len(prompt))
         # 1. All that can be refused or fail comes before the first one is queued.
         requests: list[Request] = []
         for completion in range(params.n):
@@ -224,7 +267,8 @@ class Engine:
             if request.error:
                 request.finish_reason = "error"
             elif self.tokenizer is not None and forced is None:
-                request.stream = TextStream(self.tokenizer, prompt, params.stop, params.min_tokens or 0)
+                min_tokens = params.min_tokens or 0
+                request.stream = TextStream(self.tokenizer, prompt, params.stop, min_tokens)
             requests.append(request)
         # 2. Queued they are, or none is: whoever is interrupted here has no request to abort.
         try:
@@ -239,8 +283,8 @@ class Engine:
             raise
 
     def _seed_of(self, arrival: int) -> int:
-        """For a request without a seed: by the engine's seed and the arrival. Without an engine's seed
-        either, that is a fresh one."""
+        """For a request without a seed: by the engine's seed and the arrival. Without an engine's
+        seed either, that is a fresh one."""
         return random.Random(f"{self.seed} {arrival}").getrandbits(63)
 
     def _limit(self, request: Request) -> str | None:
@@ -253,9 +297,11 @@ class Engine:
         given = [*prompt, *(request.forced or []), *request.params.token_ids_named]
         wrong = [t for t in given if type(t) is not int or not 0 <= t < vocab_size]
         if wrong:
-            return f"token id {_shown(wrong[0])}: possible are whole numbers from 0 to {vocab_size - 1}"
+            possible = f"whole numbers from 0 to {vocab_size - 1}"
+            return f"token id {_shown(wrong[0])}: possible are {possible}"
         if request.params.stop and self.tokenizer is None:
-            return "stop strings need a tokenizer, and the model's folder has none; stop_token_ids work"
+            reason = "stop strings need a tokenizer, and the model's folder has none"
+            return f"{reason}; stop_token_ids work"
         # 2. The model's context.
         left = self.max_model_len - len(prompt)
         asked = request.max_tokens or 1
@@ -271,7 +317,8 @@ class Engine:
             request.max_tokens = min(most, self.config.usual_max_tokens or most)
         # 4. The cache, once it is alone there.
         if not self.scheduler.fits(request):
-            needed = f"the cache must hold {self.scheduler.tokens_held(request)} tokens for this request"
+            tokens = self.scheduler.tokens_held(request)
+            needed = f"the cache must hold {tokens} tokens for this request"
             return f"{needed} and has {slots} slots; fewer tokens, a budget or more num_pages help"
         return None
 
@@ -282,89 +329,27 @@ class Engine:
                 request.finish_reason = "abort"
                 self._close(request)
 
+    def _close(self, request: Request) -> None:
+        """Release everything a finished request held, and the text that was held back."""
+        self.scheduler.finish(request)
+        flush_text(request)
+
+    # ------------------------------------------------------------------------------------ one step
+
     def step(self) -> list[Request] | None:
         """One forward pass: who got a token, None if nobody waits.
 
-        Where memory runs out it is tried again in smaller parts; a request that does not fit alone ends in
-        error. Any other failure ends all that are in the step, and is raised."""
-        with self._at_work(), torch.cuda.device_of(self.cache.keys):  # Triton launches on the current GPU
+        Where memory runs out it is tried again in smaller parts; a request that does not fit alone
+        ends in error. Any other failure ends all that are in the step, and is raised."""
+        on_its_device = torch.cuda.device_of(self.cache.keys)  # Triton launches on the current GPU
+        with self._at_work(), on_its_device:
             if self._plan is not None:  # the lock lets its own thread in
-                raise RuntimeError("on_logits and logits_processor cannot use the LLM that is calling them")
+                callers = "on_logits and logits_processor"
+                raise RuntimeError(f"{callers} cannot use the LLM that is calling them")
             plan = self.scheduler.plan(self.evictor.ahead)
-            return None if plan is None else self._run_within_memory(plan)
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """One thread at a time. Whatever exception ends its work, at whatever line (Ctrl-C comes anywhere),
-        what it left half done is put right: at once or, if that is interrupted too, before the next work."""
-        with self._lock:
-            if self._working:  # a function of the user's, called by the step that is on its way
-                yield
-                return
-            self._working = True
-            try:
-                if self._torn:
-                    self._put_right(None)
-                self._torn = True
-                yield
-                self._torn = False
-            except BaseException as error:
-                self._put_right(error)
-                raise
-            finally:
-                self._working = False
-
-    def _put_right(self, error: BaseException | None) -> None:
-        """End whoever was in the step; who holds what follows anew from those that run."""
-        plan = self._plan
-        if plan is not None:
-            failed = isinstance(error, Exception)  # else somebody asked to stop
-            followers = [r for r in self.scheduler.running if r.leader in plan.requests]
-            for request in plan.requests + followers:
-                if request.finish_reason is not None:
-                    continue
-                request.finish_reason = "error" if failed else "abort"
-                request.error = repr(error) if failed else None
-                flush_text(request)
-        self.scheduler.put_right()
-        self._plan = None
-        self._torn = False
-
-    def _run_within_memory(self, plan: Plan) -> list[Request]:
-        """Run a plan; who got a token.
-
-        Until tokens are taken a step can be undone, so where memory runs out it is: a decode step is
-        run again as two halves, the prompts of a prefill step go back to the queue for smaller steps,
-        and a request alone in its step ends."""
-        self._plan = plan
-        before = Progress.of(plan)
-        try:
-            done = self._run(plan)
-        except Exception as error:
-            if not is_out_of_memory(error) or before.answered() or self.group.size > 1:
-                raise  # other members of a group have run the step and go on behind it
-            reason = f"memory ran out in a step of {sum(plan.lengths)} tokens: {error!r:.300}"
-        else:
-            self._plan = None
-            return done
-        # Only here, behind `except`, has the failed step let go of its memory.
-        before.restore()
-        if plan.prefill:
-            self.scheduler.try_fewer(plan)
-        self._plan = None
-        done = []
-        if len(plan.requests) == 1:
-            request = plan.requests[0]
-            request.finish_reason = "error"
-            request.error = reason
-            self._close(request)
-        elif not plan.prefill:
-            middle = len(plan.requests) // 2
-            for first, end in ((0, middle), (middle, len(plan.requests))):
-                half = plan.part(first, end)
-                if half.requests:
-                    done += self._run_within_memory(half)
-        return done
+            if plan is None:
+                return None
+            return self._run_within_memory(plan)
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> list[Request]:
@@ -408,7 +393,7 @@ class Engine:
         return list(ready)
 
     def _take_over_queries(self) -> None:
-        """Copy the query buffer kept at a known prefix's border to whoever was admitted behind it."""
+        """Copy the queries kept at a known prefix's border to whoever was admitted behind it."""
         for request in self.scheduler.running:
             if request.found_row:
                 self.queries.copy_row(request.found_row, request.row)
@@ -433,7 +418,7 @@ class Engine:
             take_tokens(requests, answers, self.group, self._close)
 
     def _remember(self, plan: Plan) -> None:
-        """Make the pages that a step has filled known to the prefix cache, with the queries at a border."""
+        """Make the pages that a step has filled known to the prefix cache; at a border, queries too."""
         prefix = self.scheduler.prefix
         if prefix is None:
             return
@@ -461,7 +446,7 @@ class Engine:
         self.stats.eviction_seconds = self.eviction_clock.seconds()
 
     def _fork(self, ready: Collection[Request]) -> list[Request]:
-        """Completions that waited for a prompt's prefill: they take over what they do not share already.
+        """Completions that waited for a prompt's prefill take over what they do not share already.
 
         ready: who gets tokens in this step. A leader among them has just read the prompt."""
         followers = [r for r in self.scheduler.running if r.leader is not None]
@@ -474,7 +459,7 @@ class Engine:
             request.cached_length = leader.cached_length
             request.trace = list(leader.trace)
             request.kept_scores = leader.kept_scores
-            # The full protected pages are shared already; the others are copied, as is the buffer row.
+            # Full protected pages are shared already; the others are copied, as is the buffer row.
             used = -(-leader.cached_length // self.config.page_size)
             private = [i for i in range(used) if leader.pages[i] != request.pages[i]]
             theirs = [leader.pages[i] for i in private]
@@ -484,13 +469,8 @@ class Engine:
             request.buffer_count = leader.buffer_count
         return forks
 
-    def _close(self, request: Request) -> None:
-        """Release everything a finished request held, and the text that was held back."""
-        self.scheduler.finish(request)
-        flush_text(request)
-
     def _count_memory(self, plan: Plan) -> None:
-        """What is held while all that the step stored is there, before anything ends or is evicted."""
+        """What is held with all that the step has stored, before anything ends or is evicted."""
         running = self.scheduler.running
         prefix = self.scheduler.prefix
         kept_rows = len(prefix.kept_rows) if prefix is not None else 0
@@ -501,6 +481,90 @@ class Engine:
             full_bytes=full_pages * self.page_bytes,
             query_bytes=(len(running) + kept_rows) * self.queries.row_bytes,
         )
+
+    # ---------------------------------------------------------------------------- when a step fails
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """One thread at a time, and nothing is left half done.
+
+        Whatever exception ends its work, at whatever line (Ctrl-C comes anywhere), is put right: at
+        once or, if that is interrupted too, before the next work."""
+        with self._lock:
+            if self._working:  # a function of the user's, called by the step that is on its way
+                yield
+                return
+            self._working = True
+            try:
+                if self._torn:
+                    self._put_right(None)
+                self._torn = True
+                yield
+                self._torn = False
+            except BaseException as error:
+                self._put_right(error)
+                raise
+            finally:
+                self._working = False
+
+    def _put_right(self, error: BaseException | None) -> None:
+        """End whoever was in the step; who holds what follows anew from those that run.
+
+        error: what ended the step, None where that is no longer known."""
+        # 1. Those in it, and the completions that waited for their prompts.
+        plan = self._plan
+        if plan is not None:
+            failed = isinstance(error, Exception)  # else somebody asked to stop
+            followers = [r for r in self.scheduler.running if r.leader in plan.requests]
+            for request in plan.requests + followers:
+                if request.finish_reason is not None:
+                    continue
+                request.finish_reason = "error" if failed else "abort"
+                request.error = repr(error) if failed else None
+                flush_text(request)
+        # 2. Pages, rows and queues.
+        self.scheduler.put_right()
+        self._plan = None
+        self._torn = False
+
+    def _run_within_memory(self, plan: Plan) -> list[Request]:
+        """Run a plan; who got a token.
+
+        Until tokens are taken a step can be undone, so where memory runs out it is: a decode step
+        is run again as two halves, the prompts of a prefill step go back to the queue for smaller
+        steps, and a request alone in its step ends."""
+        # 1. Run it, if there is room.
+        self._plan = plan
+        before = Progress.of(plan)
+        try:
+            done = self._run(plan)
+        except Exception as error:
+            if not is_out_of_memory(error) or before.answered() or self.group.size > 1:
+                raise  # other members of a group have run the step and go on behind it
+            tokens = sum(plan.lengths)
+            reason = f"memory ran out in a step of {tokens} tokens: {error!r:.300}"
+        else:
+            self._plan = None
+            return done
+        # 2. Undo it. Only here, behind `except`, has the failed step let go of its memory.
+        before.restore()
+        if plan.prefill:
+            self.scheduler.try_fewer(plan)
+        self._plan = None
+        # 3. Try less, or end the one that was alone.
+        done = []
+        if len(plan.requests) == 1:
+            request = plan.requests[0]
+            request.finish_reason = "error"
+            request.error = reason
+            self._close(request)
+        elif not plan.prefill:
+            middle = len(plan.requests) // 2
+            for first, end in ((0, middle), (middle, len(plan.requests))):
+                half = plan.part(first, end)
+                if half.requests:
+                    done += self._run_within_memory(half)
+        return done
 
 
 def _shown(token_id: object) -> str:
