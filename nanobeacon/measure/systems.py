@@ -1,8 +1,10 @@
-"""The systems timed beside each other, each in a process of its own: nanobeacon, transformers, kvpress.
+"""The systems timed beside each other, each in a process of its own: nanobeacon,
+transformers, kvpress.
 
-All run the same job: a static batch of random token ids of equal length, greedy, EOS ignored; ids in, ids
-out. They are driven step by step, so that they can take turns. Knows how to run and what to count, not what
-is compared. A `job` holds a subcommand's options, settled: model (a folder), device, batch, prompt_length …
+All run the same job: a static batch of random token ids of equal length, greedy, EOS ignored; ids
+in, ids out. They are driven step by step, so that they can take turns. Knows how to run and what to
+count, not what is compared. A `job` holds a subcommand's options, settled: model (a folder),
+device, batch, prompt_length …
 """
 
 import inspect
@@ -26,22 +28,33 @@ from nanobeacon.policies import settle
 
 from .common import Worker, free_memory, peak_memory
 
-PAGE, WARM_UP = 16, 8  # tokens of a page; tokens of a run before the first that counts
-Step = tuple[float, float, int]  # prefill seconds, decode seconds, tokens decoded (first ones are prefill's)
+PAGE = 16  # tokens of a page
+WARM_UP = 8  # tokens of a run before the first that counts
+# prefill seconds, decode seconds, tokens decoded (first ones are prefill's)
+Step = tuple[float, float, int]
 
 
 @dataclass(frozen=True)
 class System:
-    name: str = "nanobeacon"
+    """What is timed: a program, and how much of the context it keeps."""
+
+    name: str = "nanobeacon"  # or transformers, kvpress
     policy: str = "full"
     budget: int | None = None
-    prefix_cache: bool = False  # only where prompts share a header: there is nothing to find elsewhere
+    # Only where prompts share a header: there is nothing to find elsewhere
+    prefix_cache: bool = False
 
     @property
     def label(self) -> str:
         """What tables call it: beacon 256, transformers, kvpress snapkv 256."""
-        parts = (self.name.replace("nanobeacon", ""), self.policy.replace("full", ""), str(self.budget or ""))
-        label = " ".join(filter(None, parts)) or "full"
+        parts = []
+        if self.name != "nanobeacon":
+            parts.append(self.name)
+        if self.policy != "full":
+            parts.append(self.policy)
+        if self.budget:
+            parts.append(str(self.budget))
+        label = " ".join(parts) or "full"
         return f"{label}, prefix cache" if self.prefix_cache else label
 
 
@@ -50,9 +63,16 @@ def systems_of(policies: list[str], budgets: list[int], others: list[str]) -> li
     for name in others:
         if name not in ("transformers", "kvpress") or util.find_spec(name) is None:
             raise ValueError(f"--vs {name}: possible are transformers and kvpress, where installed")
-    systems = [System(name) for name in others if name == "transformers"]
-    systems += [System(name, "snapkv", b) for name in others if name == "kvpress" for b in budgets]
-    systems += [System(policy=p, budget=b) for p in policies for b in ([None] if p == "full" else budgets)]
+    systems = []
+    if "transformers" in others:
+        systems.append(System("transformers"))
+    if "kvpress" in others:
+        systems += [System("kvpress", "snapkv", budget) for budget in budgets]
+    for policy in policies:
+        if policy == "full":
+            systems.append(System())
+        else:
+            systems += [System(policy=policy, budget=budget) for budget in budgets]
     for system in systems:
         settle(system.policy, system.budget)
     return systems
@@ -69,18 +89,24 @@ def with_prefix_cache(systems: list[System]) -> list[System]:
 
 
 def changed(job: Namespace, **options: Any) -> Namespace:
+    """The job with other values for these options."""
     return Namespace(**vars(job) | options)
 
 
 def pages_of(job: Namespace, budget: int | None) -> int:
-    """Pages that one request needs at most."""
-    total = job.prompt_length + job.output_length
-    return -(-(total if budget is None else min(total, job.prompt_length + budget)) // PAGE)
+    """Pages that one request needs at most: a budget counts beside the prompt, which is
+    protected."""
+    tokens = job.prompt_length + job.output_length
+    if budget is not None:
+        tokens = min(tokens, job.prompt_length + budget)
+    return -(-tokens // PAGE)  # rounded up
 
 
 def start(system: System, job: Namespace) -> Worker:
-    """A system's process, ready once entered. ValueError for a job longer than the model's positions."""
-    if job.prompt_length + job.output_length > (most := read_config(job.model).context):
+    """A system's process, ready once entered. ValueError for a job longer than the
+    model's context."""
+    most = read_config(job.model).context
+    if job.prompt_length + job.output_length > most:
         asked = f"prompt_length={job.prompt_length}, output_length={job.output_length}"
         raise ValueError(f"{asked}: {most} tokens together are possible (the model's positions)")
     make = Nanobeacon if system.name == "nanobeacon" else Transformers
@@ -88,20 +114,28 @@ def start(system: System, job: Namespace) -> Worker:
 
 
 class Subject:
-    """What the systems share; each has `_load`, `_steps(prompts, output_length)` and `_counts`."""
+    """A system at work in its process; what the systems share.
+
+    Each has `_load()`; `_steps(prompts, output_length)`, which runs as its steps are asked for; and
+    `_counts()`, what the process has had so far: evictions, their seconds, bytes of cache.
+    """
 
     def __init__(self, system: System, job: Namespace) -> None:
-        self.system, self.job, self.shape = system, job, read_config(job.model)
+        self.system = system
+        self.job = job
+        self.shape = read_config(job.model)
         self._load()
+        # A short run that does not count: it compiles kernels and takes memory
         warm_up = WARM_UP
         if system.name != "nanobeacon" and job.device.startswith("cuda"):
-            warm_up += system.budget or 0  # an eviction too; the engine has had its own at the start
+            # an eviction too; the engine has had its own at the start
+            warm_up += system.budget or 0
         self.begin(-1, min(warm_up, job.output_length))
         self.advance()
 
     def begin(self, repeat: int, output_length: int | None = None) -> None:
-        """Pose the prompts of a repeat, the same for every system. -1 is the warm-up, whose prompts no other
-        repeat has."""
+        """Pose the prompts of a repeat, the same for every system. -1 is the warm-up, whose prompts
+        no other repeat has."""
         job = self.job
         draw = random.Random(f"{job.seed} {repeat}")
         ids = range(self.shape.vocab_size)
@@ -112,118 +146,176 @@ class Subject:
         self._run = self._steps(prompts, output_length or job.output_length)
 
     def advance(self, steps: int | None = None) -> list[Step]:
+        """The next steps of the run, all that are left unless a number is said."""
         return list(islice(self._run, steps))
 
     def measure(self, repeat: int) -> dict[str, Any]:
-        """One whole run and what it took; step_ms: means over the first and the last eighth of the steps."""
+        """One whole run and what it took.
+
+        step_ms_start, step_ms_end: milliseconds of a step, means over the first and the last eighth
+        of those that decode the whole batch; NaN where there is none.
+        """
         self.begin(repeat)
         steps = self.advance()
-        full = [s for _, s, tokens in steps if tokens == self.job.batch] or [float("nan")]
-        eighth, (prefill, decode, tokens) = max(1, len(full) // 8), map(sum, zip(*steps, strict=True))
-        took = {"prefill_tokens": self.job.batch * self.job.prompt_length, "prefill_seconds": prefill}
-        took |= {"decode_tokens": tokens, "decode_seconds": decode}
-        took["step_ms_start"], took["step_ms_end"] = (
-            1000 * sum(some) / eighth for some in (full[:eighth], full[-eighth:])
-        )
+        whole = [decode for _, decode, tokens in steps if tokens == self.job.batch] or [float("nan")]
+        eighth = max(1, len(whole) // 8)
+        took = {
+            "prefill_tokens": self.job.batch * self.job.prompt_length,
+            "prefill_seconds": sum(prefill for prefill, _, _ in steps),
+            "decode_tokens": sum(tokens for _, _, tokens in steps),
+            "decode_seconds": sum(decode for _, decode, _ in steps),
+            "step_ms_start": 1000 * sum(whole[:eighth]) / eighth,
+            "step_ms_end": 1000 * sum(whole[-eighth:]) / eighth,
+        }
         return took | self.report()
 
     def report(self) -> dict[str, Any]:
         """What the latest run has counted so far, and the process's peak of memory."""
         now = self._counts()
-        since = {name: now[name] - self._before[name] for name in ("evictions", "eviction_seconds")}
-        return now | since | {"memory_bytes": peak_memory(self.job.device)}
+        for name in ("evictions", "eviction_seconds"):
+            now[name] -= self._before[name]
+        return now | {"memory_bytes": peak_memory(self.job.device)}
 
     def free(self) -> int:
+        """Bytes that can still be taken."""
         return free_memory(self.job.device)
 
 
 class Nanobeacon(Subject):
-    """The engine; under torchrun every process has its own worker, and these compute one model together."""
+    """The engine; under torchrun every process has its own worker, and these compute one
+    model together."""
 
     def _load(self) -> None:
-        job, budget = self.job, self.system.budget
-        pages = job.batch * (pages_of(job, budget) + 1)  # so much for every seat: each grows as one run
-        place = {"device": job.device, "dtype": job.dtype, "load": job.load}
-        sizes = {"page_size": PAGE, "num_pages": pages, "max_num_seqs": job.batch}
-        graphs = not job.no_cuda_graphs
-        eviction = {"policy": self.system.policy, "budget": budget}
-        eviction["prefix_cache"] = self.system.prefix_cache
-        self._joined = ExitStack()  # for as long as the worker lives
+        # 1. The processes of torchrun find each other, for as long as the worker lives
+        job = self.job
+        self._joined = ExitStack()
         group = self._joined.enter_context(join(torch.device(job.device).type))
         if group.rank > 0:  # the first one says the same
             logging.getLogger("nanobeacon").setLevel(logging.ERROR)
-        self.llm = LLM(job.model, cuda_graphs=graphs, group=group, **place, **sizes, **eviction)
+
+        # 2. The engine, with pages for all of the batch at once
+        # so much for every seat: each grows as one run
+        each = pages_of(job, self.system.budget) + 1
+        self.llm = LLM(
+            job.model,
+            device=job.device,
+            dtype=job.dtype,
+            load=job.load,
+            page_size=PAGE,
+            num_pages=job.batch * each,
+            max_num_seqs=job.batch,
+            cuda_graphs=not job.no_cuda_graphs,
+            group=group,
+            policy=self.system.policy,
+            budget=self.system.budget,
+            prefix_cache=self.system.prefix_cache,
+        )
 
     def _steps(self, prompts: list[list[int]], output_length: int) -> Iterator[Step]:
         params = SamplingParams(max_tokens=output_length, temperature=0.0, ignore_eos=True)
         requests = self.llm.submit(prompts, params)
-        for error in filter(None, (r.error for r in requests)):
-            raise ValueError(error)
-        then, began = vars(self.llm.stats).copy(), time.perf_counter()
-        for _ in self.llm.run(requests):  # once for each request of a step: the first tells that it is over
-            if self.llm.stats.output_tokens > then["output_tokens"]:
-                seconds, now = time.perf_counter() - began, vars(self.llm.stats).copy()
-                new = {name: now[name] - then[name] for name in now}
-                prefill, decodes = new["prefill_seconds"], new["decode_seconds"] > 0
-                yield prefill, seconds - prefill, new["output_tokens"] if decodes else 0
-                then, began = now, time.perf_counter()
+        for request in requests:
+            if request.error:
+                raise ValueError(request.error)
+        stats = self.llm.stats
+        tokens = stats.output_tokens  # these three: at the end of the step before
+        prefill_seconds = stats.prefill_seconds
+        decode_seconds = stats.decode_seconds
+        began = time.perf_counter()
+        # `run` yields once for each request of a step: the first of them tells that it is over
+        for _ in self.llm.run(requests):
+            new = stats.output_tokens - tokens
+            if new == 0:
+                continue
+            seconds = time.perf_counter() - began
+            prefill = stats.prefill_seconds - prefill_seconds
+            has_decoded = stats.decode_seconds > decode_seconds
+            tokens = stats.output_tokens
+            prefill_seconds = stats.prefill_seconds
+            decode_seconds = stats.decode_seconds
+            yield prefill, seconds - prefill, new if has_decoded else 0
+            began = time.perf_counter()  # what others did in their turn is not this one's
 
     def _counts(self) -> dict[str, Any]:
-        s = self.llm.stats
-        return {"evictions": s.evictions, "eviction_seconds": s.eviction_seconds, "kv_bytes": s.peak_kv_bytes}
+        stats = self.llm.stats
+        return {
+            "evictions": stats.evictions,
+            "eviction_seconds": stats.eviction_seconds,
+            "kv_bytes": stats.peak_kv_bytes,
+        }
 
 
 class Transformers(Subject):
-    """A plain loop of forward passes with sdpa, DynamicCache and argmax (its `generate` is slower); for
-    kvpress under a DecodingPress that caches as many tokens as the engine does at that budget."""
+    """A plain loop of forward passes with sdpa, DynamicCache and argmax (its `generate` is
+    slower); for kvpress under a DecodingPress that caches as many tokens as the engine does at
+    that budget."""
 
     def _load(self) -> None:
         import transformers
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        job, auto = self.job, transformers.AutoModelForCausalLM
+        job = self.job
+        auto = transformers.AutoModelForCausalLM
         options = {"dtype": getattr(torch, job.dtype), "attn_implementation": "sdpa"}
         if job.load == "dummy":
             with torch.device(job.device):
                 model = auto.from_config(transformers.AutoConfig.from_pretrained(job.model), **options)
         else:
             model = auto.from_pretrained(job.model, **options).to(job.device)
-        self.model, self.longest = model.eval(), 0
+        self.model = model.eval()
+        self.longest = 0  # tokens cached of a request, at most so far
         self.press = self._press() if self.system.name == "kvpress" else None
 
     def _press(self) -> Any:
+        """kvpress's SnapKV, which evicts as often and keeps as much as the engine's does."""
         from packaging.requirements import Requirement
 
+        # 1. A kvpress made for another transformers fails somewhere inside: better said here
         here = metadata.version("transformers")
-        needs = next(Requirement(r) for r in metadata.requires("kvpress") if r.startswith("transformers"))
+        needed = [line for line in metadata.requires("kvpress") if line.startswith("transformers")]
+        needs = Requirement(needed[0])
         if here not in needs.specifier:
             raise ValueError(f"--vs kvpress: it needs {needs}, not {here}; its own environment helps")
         from kvpress import DecodingPress, SnapKVPress
 
+        # 2. Its window cannot reach back beyond the last eviction: it has no older queries
         settings = settle("snapkv", self.system.budget)
-        base = SnapKVPress(window_size=min(settings.window, settings.period - 1))  # it has no older queries
-        return DecodingPress(base, settings.period, target_size=self.job.prompt_length + settings.kept)
+        base = SnapKVPress(window_size=min(settings.window, settings.period - 1))
+        kept = self.job.prompt_length + settings.kept
+        return DecodingPress(base, settings.period, target_size=kept)
 
     @torch.inference_mode()
     def _steps(self, prompts: list[list[int]], output_length: int) -> Iterator[Step]:
         from transformers import DynamicCache
 
-        ids, cache, device = torch.tensor(prompts, device=self.job.device), DynamicCache(), self.job.device
+        device = self.job.device
+        ids = torch.tensor(prompts, device=device)
+        cache = DynamicCache()
         known = inspect.signature(self.model.forward).parameters
-        cached = {"cache" if "cache" in known else "past_key_values": cache}  # the old name goes in 5.40
+        cache_name = "cache" if "cache" in known else "past_key_values"  # the old name goes in 5.40
+        options = {cache_name: cache, "use_cache": True, "logits_to_keep": 1}
         with self.press(self.model) if self.press else nullcontext():
             for i in range(output_length):
-                began, more = time.perf_counter(), {"use_cache": True, "logits_to_keep": 1}
-                if self.press and i:  # the cache is shorter than the text, so the position has to be told
-                    more["position_ids"] = torch.full((1, 1), self.job.prompt_length + i - 1, device=device)
-                logits = self.model(ids, **cached, **more).logits
+                began = time.perf_counter()
+                if self.press and i > 0:
+                    # The cache is shorter than the text, so the position has to be told
+                    position = self.job.prompt_length + i - 1
+                    options["position_ids"] = torch.full((1, 1), position, device=device)
+                logits = self.model(ids, **options).logits
                 ids = logits[:, -1].argmax(-1, keepdim=True)
                 ids.tolist()  # whoever serves tokens reads each of them
-                seconds, self.longest = time.perf_counter() - began, max(self.longest, cache.get_seq_length())
-                yield (0.0, seconds, len(ids)) if i else (seconds, 0.0, 0)
+                seconds = time.perf_counter() - began
+                self.longest = max(self.longest, cache.get_seq_length())
+                if i == 0:
+                    yield seconds, 0.0, 0
+                else:
+                    yield 0.0, seconds, len(ids)
 
     def _counts(self) -> dict[str, Any]:
-        s, size = self.shape, getattr(torch, self.job.dtype).itemsize
-        held = 2 * self.job.batch * self.longest * s.num_layers * s.num_kv_heads * s.head_dim * size
+        """Bytes from shapes: keys and values of the longest cache that there has been."""
+        shape = self.shape
+        vector = shape.head_dim * getattr(torch, self.job.dtype).itemsize
+        token = 2 * shape.num_layers * shape.num_kv_heads * vector
+        held = self.job.batch * self.longest * token
         return {"evictions": 0, "eviction_seconds": 0.0, "kv_bytes": held}

@@ -1,7 +1,8 @@
-"""What `bench.py throughput` measures: tokens/s, time per step and memory, of systems that take turns.
+"""What `bench.py throughput` measures: tokens/s, time per step and memory, of systems
+that take turns.
 
-Every system of a batch size stands ready in its own process, and they run one repeat each in turn, never two
-at once, so that a slow minute of the machine hits all alike. Knows the paper's Table 4.
+Every system of a batch size stands ready in its own process, and they run one repeat each in turn,
+never two at once, so that a slow minute of the machine hits all alike. Knows the paper's Table 4.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -20,7 +21,14 @@ from . import GENERATED, TABLE_4, plots
 from .common import chart_note, columns, filled, names, numbers, refuse, show, spread
 from .systems import PAGE, System, changed, pages_of, start, systems_of, with_prefix_cache
 
-DEFAULTS = dict(batch=[8], policies=["full", "beacon"], budgets=[256], vs=[], output_length=512, scale=1)
+DEFAULTS = {
+    "batch": [8],
+    "policies": ["full", "beacon"],
+    "budgets": [256],
+    "vs": [],
+    "output_length": 512,
+    "scale": 1,
+}
 
 
 def add_arguments(p: ArgumentParser) -> None:
@@ -45,6 +53,38 @@ def add_arguments(p: ArgumentParser) -> None:
 
 def run(options: Namespace) -> dict[str, Any]:
     """One row for each system and batch. ValueError for whatever cannot be measured."""
+    # 1. The options: what was asked for, and with defaults
+    asked = options
+    _refuse_what_changes_nothing(asked)
+    options = filled(asked, DEFAULTS)
+    if min(*options.batch, options.scale) < 1:
+        given = f"batch={options.batch}, scale={options.scale}"
+        raise ValueError(f"{given}: numbers of at least 1 are possible")
+    if not 0 <= options.shared_prefix <= options.prompt_length:
+        possible = f"0 to {options.prompt_length} are possible (the prompt's length)"
+        raise ValueError(f"--shared-prefix {options.shared_prefix}: {possible}")
+
+    # 2. The systems
+    systems = systems_of(options.policies, options.budgets, options.vs)
+    if options.shared_prefix and not options.no_prefix_cache:
+        systems = with_prefix_cache(systems)
+    if not any(system.budget for system in systems):
+        refuse(asked, ("budgets",), "none of the policies has a budget")
+
+    # 3. Their rows
+    if options.table4:
+        rows = _table4(options)
+    elif options.max_batch:
+        rows = _largest_batches(systems, options)
+    else:
+        rows = []
+        for batch in options.batch:
+            rows += alternate(systems, options, batch=batch)
+    return {"n": options.repeats, "seed": options.seed, "rows": rows}
+
+
+def _refuse_what_changes_nothing(options: Namespace) -> None:
+    """ValueError for an option given where another one leaves nothing for it to decide."""
     if launched() > 1:
         refuse(options, ("vs", "max_batch", "plot", "output"), "this needs one process, without torchrun")
     if options.table4:
@@ -60,72 +100,101 @@ def run(options: Namespace) -> dict[str, Any]:
         refuse(options, ("memory",), "only --max-batch asks for it")
     if options.memory is not None and not 0 < options.memory < float("inf"):
         raise ValueError(f"--memory {options.memory}: a number of GB above 0 is possible")
-    asked, options = options, filled(options, DEFAULTS)
-    if min(*options.batch, options.scale) < 1:
-        raise ValueError(f"batch={options.batch}, scale={options.scale}: numbers of at least 1 are possible")
-    if not 0 <= options.shared_prefix <= options.prompt_length:
-        possible = f"0 to {options.prompt_length} are possible (the prompt's length)"
-        raise ValueError(f"--shared-prefix {options.shared_prefix}: {possible}")
-    systems, rows = systems_of(options.policies, options.budgets, options.vs), []
     if not options.shared_prefix:
-        refuse(asked, ("no_prefix_cache",), "only --shared-prefix has anything to find")
-    elif not options.no_prefix_cache:
-        systems = with_prefix_cache(systems)
-    if not any(system.budget for system in systems):
-        refuse(asked, ("budgets",), "none of the policies has a budget")
-    if options.table4:
-        rows = _table4(options)
-    elif options.max_batch:
-        own = [system for system in systems if system.name == "nanobeacon"]
-        for system in own:
-
-            def measured(batch: int, system: System = system) -> dict[str, Any]:
-                return alternate([system], options, batch=batch)[0]
-
-            rows.append(largest(system, options, measured))
-    else:
-        for batch in options.batch:
-            rows += alternate(systems, options, batch=batch)
-    return {"n": options.repeats, "seed": options.seed, "rows": rows}
+        refuse(options, ("no_prefix_cache",), "only --shared-prefix has anything to find")
 
 
 def alternate(systems: list[System], options: Namespace, **changes: int) -> list[dict[str, Any]]:
     """Measure systems in turn, A B A B …; one row each. `changes` replace options."""
-    job, rows, waiting = changed(options, **changes), [], {"leave": False, "disable": None}
+    job = changed(options, **changes)
+
+    # 1. The runs of each system, one repeat of all before the next one's
+    runs: list[list[dict[str, Any]]] = [[] for _ in systems]
     with ExitStack() as stack:
-        workers = [stack.enter_context(start(s, job)) for s in tqdm(systems, "loading", **waiting)]
-        runs: list[list[dict[str, Any]]] = [[] for _ in systems]
+        workers = []
+        for system in tqdm(systems, "loading", leave=False, disable=None):
+            workers.append(stack.enter_context(start(system, job)))
         order = [(repeat, i) for repeat in range(job.repeats) for i in range(len(systems))]
-        for repeat, i in tqdm(order, f"batch {job.batch}", **waiting):
+        for repeat, i in tqdm(order, f"batch {job.batch}", leave=False, disable=None):
             runs[i].append(workers[i].call("measure", repeat))
-    for system, taken in zip(systems, runs, strict=True):
-        row = {"label": system.label, "system": system.name, "policy": system.policy, "budget": system.budget}
-        row |= {name: getattr(job, name) for name in ("batch", "prompt_length", "output_length")}
-        row |= {name: [run[name] for run in taken] for name in taken[0]}  # one of each for a repeat
-        for phase in ("prefill", "decode"):
-            pairs = zip(row[f"{phase}_tokens"], row[f"{phase}_seconds"], strict=True)
-            row[f"{phase}_tokens_per_second"] = spread([tokens / seconds for tokens, seconds in pairs])
-        row["ratios"] = {}
-        rows.append(row)
-        for other in rows:  # those under the same budget or none, repeat by repeat
-            if system.name == "nanobeacon" != other["system"] and other["budget"] in (None, system.budget):
-                pairs = zip(other["decode_seconds"], row["decode_seconds"], strict=True)
-                row["ratios"][other["label"]] = spread([theirs / ours for theirs, ours in pairs])
+
+    # 2. A row of each, and how it compares with the other systems of this job
+    rows = [_row(system, taken, job) for system, taken in zip(systems, runs, strict=True)]
+    for i, row in enumerate(rows):
+        row["ratios"] = _ratios(row, rows[:i])
     return rows
+
+
+def _row(system: System, runs: list[dict[str, Any]], job: Namespace) -> dict[str, Any]:
+    """What a system's runs took: a list of one value a repeat, and tokens per second of
+    both phases."""
+    row = {
+        "label": system.label,
+        "system": system.name,
+        "policy": system.policy,
+        "budget": system.budget,
+        "batch": job.batch,
+        "prompt_length": job.prompt_length,
+        "output_length": job.output_length,
+    }
+    for name in runs[0]:
+        row[name] = [run[name] for run in runs]
+    for phase in ("prefill", "decode"):
+        pairs = zip(row[f"{phase}_tokens"], row[f"{phase}_seconds"], strict=True)
+        row[f"{phase}_tokens_per_second"] = spread([tokens / seconds for tokens, seconds in pairs])
+    return row
+
+
+def _ratios(row: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """How many times as fast as each other system the engine decodes, repeat by repeat.
+
+    Compared are those under the same budget or none. Other systems' rows have no ratios.
+    """
+    found = {}
+    if row["system"] != "nanobeacon":
+        return found
+    for other in others:
+        if other["system"] == "nanobeacon" or other["budget"] not in (None, row["budget"]):
+            continue
+        pairs = zip(other["decode_seconds"], row["decode_seconds"], strict=True)
+        found[other["label"]] = spread([theirs / ours for theirs, ours in pairs])
+    return found
 
 
 def _table4(options: Namespace) -> list[dict[str, Any]]:
     """The paper's rows, one after the other, since some fill the machine."""
-    rows, length = [], max(2, GENERATED // options.scale)
-    systems = [System(policy=p, budget=budget and budget // options.scale) for p, budget, _, _ in TABLE_4]
-    for system in systems:
+    # 1. The systems, all of which must be possible before the first one runs for long
+    systems = []
+    for policy, budget, _, _ in TABLE_4:
+        scaled = None if budget is None else budget // options.scale
+        systems.append(System(policy=policy, budget=scaled))
         try:
-            settle(system.policy, system.budget)
+            settle(policy, scaled)
         except ValueError as error:
             raise ValueError(f"--scale {options.scale} is too large: {error}") from None
-    for system, (_, _, batch, rate) in zip(systems, TABLE_4, strict=True):
-        (row,) = alternate([system], options, batch=max(1, batch // options.scale), output_length=length)
-        rows.append(row | {"paper": rate})
+
+    # 2. Their rows, each beside the paper's tokens per second
+    rows = []
+    output_length = max(2, GENERATED // options.scale)
+    for system, (_, _, paper_batch, paper_rate) in zip(systems, TABLE_4, strict=True):
+        batch = max(1, paper_batch // options.scale)
+        (row,) = alternate([system], options, batch=batch, output_length=output_length)
+        rows.append(row | {"paper": paper_rate})
+    return rows
+
+
+def _largest_batches(systems: list[System], options: Namespace) -> list[dict[str, Any]]:
+    """A row of each of the engine's own systems, at the largest batch that fits."""
+    rows = []
+    for system in systems:
+        if system.name != "nanobeacon":
+            continue
+
+        def measured(batch: int, system: System = system) -> dict[str, Any]:
+            (row,) = alternate([system], options, batch=batch)
+            return row
+
+        rows.append(largest(system, options, measured))
     return rows
 
 
@@ -134,7 +203,9 @@ def request_bytes(system: System, options: Namespace) -> int:
     shape = read_config(options.model)
     settings = settle(system.policy, system.budget)
     itemsize = 4 if options.dtype == "float32" else 2
-    vector = shape.num_layers * (shape.head_dim * itemsize + 2)  # and half a position, of four bytes
+    # A key, a value or a query of every layer
+    # and half a position, of four bytes
+    vector = shape.num_layers * (shape.head_dim * itemsize + 2)
     pages = pages_of(options, system.budget) + 1
     found = pages * PAGE * shape.num_kv_heads * 2 * vector
     if settings is not None:
@@ -143,7 +214,11 @@ def request_bytes(system: System, options: Namespace) -> int:
 
 
 def largest(system: System, options: Namespace, measured: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """`measured` of the largest batch that fits: reckoned from what is free, run, lowered if that fails."""
+    """`measured` of the largest batch that fits: reckoned from what is free, run, lowered
+    if that fails.
+
+    ValueError where not even one request fits.
+    """
     with start(system, changed(options, batch=1)) as worker:
         room = options.memory * 1e9 if options.memory else 0.8 * worker.call("free")
     batch = int(room // request_bytes(system, options))
@@ -158,9 +233,10 @@ def largest(system: System, options: Namespace, measured: Callable[[int], dict[s
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a row; for Table 4 the paper's tokens/s too, and how many times the first row both are."""
-    rows, lines = result["rows"], []
-    first, others = rows[0], sorted({name for row in rows for name in row["ratios"]})
+    """A line a row; for Table 4 the paper's tokens/s too, and how many times the first
+    row both are."""
+    rows = result["rows"]
+    others = sorted({name for row in rows for name in row["ratios"]})
     head = [
         "system",
         "batch",
@@ -169,23 +245,45 @@ def table(result: dict[str, Any]) -> str:
         "ms/step first 1/8",
         "ms/step last 1/8",
         "KV MB",
+        "peak MB",
+        "evictions",
+        "their share",
+        *(f"x {name}" for name in others),
     ]
-    head += ["peak MB", "evictions", "their share", *(f"x {name}" for name in others)]
-    head += ["x full", "paper tok/s", "x full"] if "paper" in first else []
-    for row in rows:
-        rate = row["decode_tokens_per_second"]
+    if "paper" in rows[0]:
+        head += ["x full", "paper tok/s", "x full"]
+    return columns(head, [_line(row, rows[0], others) for row in rows])
+
+
+def _line(row: dict[str, Any], first: dict[str, Any], others: list[str]) -> list[Any]:
+    """A row's cells. Times are medians of the repeats, bytes and evictions the most of them."""
+    evictions = None
+    share = None  # of decoding that the evictions take
+    if row["system"] == "nanobeacon":
+        evictions = max(row["evictions"])
         spent = zip(row["eviction_seconds"], row["decode_seconds"], strict=True)
-        line = [row["label"], row["batch"], show(row["prefill_tokens_per_second"]), show(rate)]
-        line += [f"{median(row[name]):.1f}" for name in ("step_ms_start", "step_ms_end")]
-        line += [f"{max(row[name]) / 1e6:,.1f}" for name in ("kv_bytes", "memory_bytes")]
-        counted = [max(row["evictions"]), f"{median(e / d for e, d in spent):.1%}"]
-        line += counted if row["system"] == "nanobeacon" else [None, None]
-        line += [show(row["ratios"][name], ".2f") if name in row["ratios"] else None for name in others]
-        if "paper" in row:
-            line.append(f"{rate['median'] / first['decode_tokens_per_second']['median']:.2f}")
-            line += [row["paper"], f"{row['paper'] / first['paper']:.2f}"]
-        lines.append(line)
-    return columns(head, lines)
+        share = f"{median(evicting / decoding for evicting, decoding in spent):.1%}"
+    line = [
+        row["label"],
+        row["batch"],
+        show(row["prefill_tokens_per_second"]),
+        show(row["decode_tokens_per_second"]),
+        f"{median(row['step_ms_start']):.1f}",
+        f"{median(row['step_ms_end']):.1f}",
+        f"{max(row['kv_bytes']) / 1e6:,.1f}",
+        f"{max(row['memory_bytes']) / 1e6:,.1f}",
+        evictions,
+        share,
+    ]
+    for name in others:
+        line.append(show(row["ratios"][name], ".2f") if name in row["ratios"] else None)
+    if "paper" in row:
+        rate = row["decode_tokens_per_second"]["median"]
+        full_rate = first["decode_tokens_per_second"]["median"]
+        line.append(f"{rate / full_rate:.2f}")
+        line.append(row["paper"])
+        line.append(f"{row['paper'] / first['paper']:.2f}")
+    return line
 
 
 def charts(result: dict[str, Any]) -> list[plots.Chart]:
@@ -193,7 +291,8 @@ def charts(result: dict[str, Any]) -> list[plots.Chart]:
     groups: dict[str, dict[str, tuple]] = {}
     for row in result["rows"]:
         rate = row["decode_tokens_per_second"]
-        groups.setdefault(f"batch {row['batch']}", {})[row["label"]] = tuple(rate.values())
+        bars = groups.setdefault(f"batch {row['batch']}", {})
+        bars[row["label"]] = (rate["median"], rate["low"], rate["high"])
     note = chart_note(result, f"n = {result['n']} repeats")
     title = "Decoding: median, least and most of the repeats"
     return [plots.rows(title, "tokens per second", groups, from_zero=True, note=note)]
