@@ -21,6 +21,7 @@ HELP = f"""\
 /quit          end the conversation, as the end of the input does
 A message of several lines begins and ends with a line {FENCE}; one that is pasted into a terminal needs none.
 A message that begins with / is written with a space before it. Ctrl-C ends an answer."""
+# From the token ids of a prompt to the request that has answered it
 Answer = Callable[[list[int], SamplingParams], Request]
 
 
@@ -50,9 +51,8 @@ class Conversation:
         elif name == "system":
             self.system = text.strip() or None
             self.turns.clear()
-            tell(
-                "The conversation begins anew, " + ("under that message." if self.system else "without one.")
-            )
+            system = "under that message" if self.system else "without one"
+            tell(f"The conversation begins anew, {system}.")
         else:
             tell(f"/{name} is no command; /help lists them")
         return True
@@ -66,7 +66,11 @@ def converse(llm: LLM, params: SamplingParams, answer: Answer, thinking: dict[st
     """
     conversation = Conversation()
     read_line = line_reader()
-    while (message := read_message(read_line)) is not None:
+    while True:
+        message = read_message(read_line)
+        if message is None:
+            return
+        # Commands have one line: a text that is pasted may begin with / too.
         if message.startswith("/") and "\n" not in message:
             if not conversation.command(message):
                 return
@@ -86,6 +90,7 @@ def turn(
     no trace."""
     conversation.turns.append({"role": "user", "content": message})
     try:
+        # 1. The whole conversation as a prompt, and what the context leaves beside it.
         prompt = llm.chat_prompt(conversation.messages, **thinking)
         left = llm.engine.max_model_len - len(prompt)
         if left < 1:
@@ -97,11 +102,13 @@ def turn(
         if params.max_tokens is not None and params.max_tokens > left:
             tell(f"The context leaves {left:,} tokens for this answer, not {params.max_tokens:,}")
             params = replace(params, max_tokens=left)
+        # 2. The answer.
         request = answer(prompt, params)
     except ValueError as error:
         conversation.turns.pop()
         tell(f"No answer: {' '.join(str(error).split())}")
         return
+    # 3. It is part of the next prompt, also where Ctrl-C has cut it.
     conversation.turns.append({"role": "assistant", "content": request.text})
 
 
@@ -112,8 +119,10 @@ def read_message(read_line: Callable[[], str | None]) -> str | None:
     if line is None or line.strip() != FENCE:
         return line
     lines: list[str] = []
-    while (line := read_line()) is not None and line.strip() != FENCE:
+    line = read_line()
+    while line is not None and line.strip() != FENCE:  # the end of the input closes a message too
         lines.append(line)
+        line = read_line()
     return "\n".join(lines)
 
 
@@ -126,6 +135,7 @@ def line_reader() -> Callable[[], str | None]:
     if not sys.stdin.isatty():
         return _plain_line
     if not sys.stdout.isatty():
+        # readline would write its prompt among the answers, which go somewhere else here
         return lambda: _plain_line(PROMPT if sys.stderr.isatty() else "")
     try:
         import readline

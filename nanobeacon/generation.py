@@ -1,5 +1,8 @@
 """What generation_config.json says about sampling: defaults for what a user leaves open.
 
+A user's own numbers win over these, and these over `SamplingParams`' neutral ones. What the file
+says and nothing here carries out is named in the log: an answer may differ because of it.
+
 Knows the file's names and those of `SamplingParams`; nothing of models or tokens.
 """
 
@@ -11,7 +14,7 @@ from .config import Field, named_in_errors, read_json
 
 log = logging.getLogger("nanobeacon")
 
-# Of a file that samples (do_sample): SamplingParams' field -> the file's.
+# What is read of a file that samples (do_sample): SamplingParams' field -> the file's.
 SAMPLED = {
     "temperature": Field("temperature", float, default=1.0, least=0),
     # transformers means 50 where it is missing; here it is off
@@ -19,7 +22,7 @@ SAMPLED = {
     "top_p": Field("top_p", float, default=1.0, least=0, most=1),
     "min_p": Field("min_p", float, default=0.0, least=0, most=1),
 }
-# Of every file.
+# What is read of every file; max_tokens is what the engine reserves for a request that names none.
 ALWAYS = {
     "repetition_penalty": Field("repetition_penalty", float, default=1.0, least=1e-6),
     "min_tokens": Field("min_new_tokens", default=0, least=0),
@@ -60,13 +63,16 @@ def generation_defaults(folder: str | Path) -> dict[str, Any]:
 
 def _defaults(raw: dict[str, Any]) -> dict[str, Any]:
     """The same, of the file's content."""
+    # 1. A file that does not say do_sample means greedy, whatever temperature stands in it.
     found: dict[str, Any] = {"temperature": 0.0}
     if Field("do_sample", bool, default=False).of(raw):
         found = {name: field.of(raw) for name, field in SAMPLED.items()}
+    # 2. What counts either way, where the file says more than the default.
     for name, field in ALWAYS.items():
         value = field.of(raw)
         if value != field.default:
             found[name] = value
+    # 3. What it says in vain.
     unused = _unused(raw)
     if unused:
         log.warning("generation_config.json: not applied here: %s", ", ".join(unused))
@@ -79,7 +85,8 @@ def _unused(raw: dict[str, Any]) -> list[str]:
     unused = []
     for name, value in raw.items():
         known = name in applied or name in SILENT or name.startswith("_")
-        idle = value is None or value is False or value in ([], {}, "") or value == IDLE.get(name)
+        empty = value is None or value is False or value in ([], {}, "")
+        idle = empty or value == IDLE.get(name)  # of the same value as where it is missing
         if not known and not idle:
             unused.append(f"{name}={value!r:.60}")
     return sorted(unused)

@@ -10,6 +10,7 @@ from pathlib import Path
 from .config import require
 
 INDEX = "model.safetensors.index.json"
+# What is fetched of a repository: no weights of other formats, no folders
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -37,7 +38,8 @@ def resolve(model: str | Path, config_only: bool = False) -> Path:
     # 2. Names that can be no repository's.
     if isinstance(model, str) and "://" in name:
         raise ValueError(f"model {name!r} is a web address; {_instead(name)}")
-    no_id = isinstance(model, Path) or name[:1] in ("", ".", "/", "~") or name.count("/") > 1
+    looks_like_a_path = name[:1] in ("", ".", "/", "~") or name.count("/") > 1
+    no_id = isinstance(model, Path) or looks_like_a_path
     if no_id or os.path.exists(name):
         raise ValueError(f"model {name!r} is no folder; possible are a folder and a repository id of the hub")
     # 3. The hub.
@@ -75,7 +77,7 @@ def _instead(address: str) -> str:
 
 def _downloaded(name: str, config_only: bool) -> Path:
     """The snapshot of a repository, from the cache or from the hub."""
-    # slow to import, and not needed for a folder
+    # 1. What of which snapshot. The import is slow, and a folder does without it.
     from huggingface_hub import errors, snapshot_download
 
     repository, at, revision = name.partition("@")
@@ -83,6 +85,8 @@ def _downloaded(name: str, config_only: bool) -> Path:
     options = {"allow_patterns": wanted, "ignore_patterns": ["*/*"]}
     if at:
         options["revision"] = revision
+    # 2. The library asks the hub, and its cache where there is no network. Its errors are told as
+    #    what the user can do about them.
     try:
         return Path(snapshot_download(repository, **options))
     except errors.HFValidationError:
@@ -96,5 +100,6 @@ def _downloaded(name: str, config_only: bool) -> Path:
     except errors.LocalEntryNotFoundError:
         reason = "no folder and not wholly in the hub's cache, and the hub cannot be reached"
     except Exception as error:  # the network has too many to list
-        reason = f"not to be had from the hub: {type(error).__name__}: {' '.join(str(error).split()):.300}"
+        said = " ".join(str(error).split())
+        reason = f"not to be had from the hub: {type(error).__name__}: {said:.300}"
     raise ValueError(f"model {name!r} is {reason}")

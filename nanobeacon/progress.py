@@ -15,7 +15,10 @@ DELAY = 0.5  # seconds before a bar appears: what is over by then needs none
 
 
 class _Bar:
-    """A tqdm bar that leaves nothing behind; `shown` is False where nobody would see it."""
+    """A tqdm bar that leaves nothing behind; `shown` is False where nobody would see it.
+
+    miniters=0: tqdm must not guess from past steps when to draw, as steps differ widely in length.
+    """
 
     def __init__(self, wanted: bool, total: int, unit: str) -> None:
         off = None if wanted else True  # tqdm's None: off where stderr is no terminal
@@ -32,7 +35,10 @@ class _Bar:
 
 
 class PromptBar(_Bar):
-    """Prompt tokens read, until the first text comes; then the terminal belongs to the text."""
+    """Prompt tokens read, until the first text comes; then the terminal belongs to the text.
+
+    For those who print pieces as they come: a bar among them would tear the text.
+    """
 
     def __init__(self, requests: Sequence[Request], wanted: bool) -> None:
         self.requests = requests
@@ -50,7 +56,10 @@ class PromptBar(_Bar):
 
 
 class RequestBar(_Bar):
-    """Requests that have ended, with the tokens read so far and the speed of writing."""
+    """Requests that have ended, with the tokens read so far and the speed of writing.
+
+    For those who wait for all completions and print none before.
+    """
 
     def __init__(self, requests: Sequence[Request], wanted: bool) -> None:
         self.requests = requests
@@ -72,7 +81,9 @@ class RequestBar(_Bar):
 
 def _tokens_read(requests: Sequence[Request]) -> int:
     """Prompt tokens whose keys and values are computed; a request that has ended counts whole."""
-    return sum(
-        len(r.prompt_token_ids) if r.finish_reason else min(r.num_computed, len(r.prompt_token_ids))
-        for r in requests
-    )
+    read = 0
+    for request in requests:
+        length = len(request.prompt_token_ids)
+        # Output tokens are computed too, and do not count; an aborted request will read no more.
+        read += length if request.finish_reason else min(request.num_computed, length)
+    return read
