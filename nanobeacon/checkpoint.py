@@ -51,6 +51,7 @@ class Stamp:
 
     @staticmethod
     def of(path: Path, file: BinaryIO) -> "Stamp":
+        """The stamp of an open file, as it is now."""
         status = os.fstat(file.fileno())
         return Stamp(path, status.st_size, status.st_mtime_ns)
 
@@ -72,6 +73,7 @@ class TensorInfo:
 
     @property
     def file(self) -> Path:
+        """The file that it lies in."""
         return self.stamp.path
 
 
@@ -87,7 +89,8 @@ class Checkpoint:
         found: dict[str, TensorInfo] = {}
         # 1. The headers of all files that count.
         weight_map = _weight_map(self.folder)
-        for file in sorted(set(weight_map.values())) or [WEIGHTS]:
+        files = sorted(set(weight_map.values())) or [WEIGHTS]
+        for file in files:
             header = _header(self.folder / file)
             twice = header.keys() & found.keys()
             require(not twice, f"{self.folder / file}: a tensor", _shortened(twice), "in one file only")
@@ -162,14 +165,19 @@ def load_into(
     warning. Takes a few MB beside the model. progress: a bar on stderr.
     """
     parts = parts or {}
-    wanted = {name: info for name, info in checkpoint.tensors.items() if name in views}
+    # 1. Everything that can be wrong, from the headers alone.
     check_fit(views, checkpoint, parts)
-    aside = [name for name in checkpoint.tensors.keys() - views.keys() if not _is_frequency(name)]
+    # 2. What nobody wants is said.
+    tensors = checkpoint.tensors
+    aside = [name for name in tensors.keys() - views.keys() if not _is_frequency(name)]
     if aside:
         log.warning("%s: no part of the model wants %s: left aside", checkpoint.folder, _shortened(aside))
+    # 3. The rest is read in the order in which it lies in the files, so that a disk need not seek.
+    wanted = {name: info for name, info in tensors.items() if name in views}
     total = sum(views[name].numel() * DTYPES[info.dtype].itemsize for name, info in wanted.items())
+    in_file_order = sorted(wanted.items(), key=lambda item: (item[1].file, item[1].offset))
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not progress) as bar:
-        for name, info in sorted(wanted.items(), key=lambda item: (item[1].file, item[1].offset)):
+        for name, info in in_file_order:
             _fill(views[name], info, bar.update, parts.get(name))
 
 
@@ -184,6 +192,7 @@ def check_fit(views: Mapping[str, Tensor], checkpoint: Checkpoint, parts: Mappin
 def _misfits(views: Mapping[str, Tensor], checkpoint: Checkpoint, parts: Mapping[str, Part]) -> str:
     """All that keeps the tensors from filling the views, in one line; empty if they do."""
     tensors = checkpoint.tensors
+    # 1. What the model wants, view by view.
     missing = []
     misshapen = []
     quantised = []
@@ -197,9 +206,12 @@ def _misfits(views: Mapping[str, Tensor], checkpoint: Checkpoint, parts: Mapping
             misshapen.append(f"{name} {tensors[name].shape} instead of {needed}")
         if tensors[name].dtype not in DTYPES:
             quantised.append(f"{name} {tensors[name].dtype}")
+    # 2. What the file has and the model would compute without.
+    unexpected = [name for name in tensors.keys() - views.keys() if _changes_the_model(name)]
+    # 3. All of it, kind by kind: a user should not have to find the mistakes one after the other.
     problems = {
         "missing": missing,
-        "unexpected": [name for name in tensors.keys() - views.keys() if _changes_the_model(name)],
+        "unexpected": unexpected,
         "misshapen": misshapen,
         "not float, so quantised": quantised,
     }
@@ -255,7 +267,9 @@ def _whole_shape(view: Tensor, part: Part | None) -> tuple[int, ...]:
 def _fill(view: Tensor, info: TensorInfo, advance: Callable[[int], object], part: Part | None = None) -> None:
     """Read a tensor or its part in blocks of rows. No memory map: pages it touched would
     count as memory."""
-    dtype, rows = DTYPES[info.dtype], view.shape[0]
+    # 1. Where the part begins, and how long its rows are in the file and in the view.
+    dtype = DTYPES[info.dtype]
+    rows = view.shape[0]
     file_row_bytes = math.prod(info.shape[1:]) * dtype.itemsize
     row_bytes = math.prod(view.shape[1:]) * dtype.itemsize
     first = info.offset  # of the part's first byte in the file
@@ -263,9 +277,11 @@ def _fill(view: Tensor, info: TensorInfo, advance: Callable[[int], object], part
         assert part.start + view.shape[part.dim] <= part.whole
         unit = file_row_bytes if part.dim == 0 else dtype.itemsize
         first += part.start * unit
+    # 2. A block of rows, of which each read overwrites the last.
     step = min(rows, max(1, BLOCK_BYTES // row_bytes))
     buffer = memoryview(bytearray(step * row_bytes))
     block = torch.frombuffer(buffer, dtype=dtype).view(step, *view.shape[1:])
+    # 3. Block after block, cast on its way into the view.
     with open(info.file, "rb") as file:
         for start in range(0, rows, step):
             count = min(step, rows - start)
@@ -294,15 +310,19 @@ def _header(path: Path) -> dict[str, TensorInfo]:
         cause = known_cause(path)
         raise ValueError(f"{path} is no whole safetensors file: {error}{cause}") from None
     header.pop("__metadata__", None)
-    return {
-        name: TensorInfo(stamp, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
+    # A file is 8 bytes with the header's length, the header, and the tensors.
+    data = 8 + length
+    tensors = {}
+    for name, entry in header.items():
+        begin = entry["data_offsets"][0]  # counted from the end of the header
+        tensors[name] = TensorInfo(stamp, tuple(entry["shape"]), entry["dtype"], data + begin)
+    return tensors
 
 
 def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Of a name that comes twice, two readers could take different values."""
-    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    counts = Counter(name for name, _ in pairs)
+    twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise ValueError(f"the header has {_shortened(twice)} twice")
     return dict(pairs)
@@ -314,11 +334,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
     A single file that an index beside it does not name is newer than that index, and
     comes first."""
+    # 1. Without an index all is in one file.
     index = folder / INDEX
     single = (folder / WEIGHTS).is_file()
     if not index.exists():
         _require_weights(folder, single)
         return {}
+    # 2. With one, the files that it names, of which none may be missing.
     files = _indexed(index)
     if single and WEIGHTS not in files.values():
         log.warning("%s: %s is loaded; %s, which does not name it, is left aside", folder, WEIGHTS, INDEX)
@@ -333,7 +355,9 @@ def _require_weights(folder: Path, single: bool) -> None:
     if single:
         return
     pickles = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")]
-    why = f", only {_shortened(pickles)}: pickle can run code when loaded; convert it" if pickles else ""
+    why = ""
+    if pickles:
+        why = f", only {_shortened(pickles)}: pickle can run code when loaded; convert it"
     raise ValueError(f"{folder} has no {WEIGHTS} and no {INDEX}{why}")
 
 
@@ -353,4 +377,5 @@ def _shortened(names: Collection[str], most: int = 8) -> str:
     more there are."""
     shown = [name if name.isprintable() else ascii(name) for name in sorted(names)[:most]]
     rest = len(names) - most
-    return ", ".join(f"{name:.200}" for name in shown) + (f" and {rest} more" if rest > 0 else "")
+    listed = ", ".join(f"{name:.200}" for name in shown)
+    return f"{listed} and {rest} more" if rest > 0 else listed

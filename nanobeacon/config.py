@@ -63,8 +63,9 @@ class Field:
     most: float = LARGEST  # beyond any model, so that a hostile number neither loops nor allocates
 
     def of(self, raw: dict) -> Any:
-        """The value in `raw`; missing or null: the default. ValueError without one, or for a
-        wrong value."""
+        """The value in `raw`; missing or null: the default.
+
+        ValueError for a value that is missing without a default, or that is not possible."""
         value = raw.get(self.name)
         if value is None and self.default is not NEEDED:
             return self.default
@@ -78,7 +79,8 @@ class Field:
         return self.kind(value)
 
 
-# ModelConfig's field -> where it stands in config.json
+# ModelConfig's field -> where it stands in config.json. What depends on another field, or on the
+# family, is read by a function of its own.
 FIELDS = {
     "num_layers": Field("num_hidden_layers", most=1000),
     "hidden_size": Field("hidden_size", most=1 << 20),
@@ -92,7 +94,7 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class RopeKind:
-    """Which numbers a kind of RoPE takes from the file."""
+    """Which numbers a kind of RoPE takes from the file; what it does with them is `rope.py`'s."""
 
     needs: tuple[str, ...] = ()
     may_have: tuple[str, ...] = ()
@@ -159,7 +161,8 @@ class ModelConfig:
 
     @property
     def context(self) -> int:
-        """Tokens that a request may have, prompt and output: the positions, or the window that slides."""
+        """Tokens that a request may have, prompt and output: the positions, or the window
+        that slides."""
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
 
@@ -183,6 +186,7 @@ def read_json(path: Path, optional: bool = False) -> dict:
 
 def known_cause(path: Path) -> str:
     """What lies there instead of a config, where that is known."""
+    # git-lfs leaves a text in the place of a large file that nobody has fetched.
     if path.is_file():
         with open(path, "rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -202,11 +206,13 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """`parse_config` of a folder's config.json and, where there is one, generation_config.json."""
+    """`parse_config` of a folder's config.json and, where there is one, generation_config.json.
+
+    ValueError names the file and the field."""
     path = Path(folder, "config.json")
     generation_path = Path(folder, "generation_config.json")
     generation = read_json(generation_path, optional=True)
-    with named_in_errors(generation_path):
+    with named_in_errors(generation_path):  # an error below would bear the name of config.json
         _eos_token_ids(generation)
     raw = read_json(path)
     with named_in_errors(path):
@@ -214,7 +220,10 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
-    """From the content of the two files. ValueError names field, value and what is possible."""
+    """From the content of the two files. ValueError names field, value and what is possible.
+
+    What it takes from generation_config.json is the ends of an answer, which either file may name;
+    how answers are sampled is read elsewhere (`generation.py`)."""
     # 1. Whose decoder it is, and that it is one we compute: float weights, SiLU.
     family = _family(raw)
     dtype = raw.get("dtype") or raw.get("torch_dtype")
@@ -256,11 +265,17 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
 def config_for_tensors(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """The config as a checkpoint's tensor names have it: own head, biases. ValueError for a
     missing head."""
+    # 1. The head: tensors overrule what config.json says of tying.
     (family,) = [family for family in FAMILIES.values() if family.name == config.family]
     own_head = "lm_head.weight" in names
     require(own_head or config.tied, "tie_word_embeddings", False, "true, as there is no lm_head.weight")
-    # A bias for which the family has no place stays unexpected, and the loader says so.
-    biased = {name.split(".")[-2].removesuffix("_proj") for name in names if name.endswith("_proj.bias")}
+    # 2. Biases, by the names of the matrices that have one: `….q_proj.bias` is q's. One for which
+    #    the family has no place stays unexpected, and the loader says so.
+    biased = set()
+    for name in names:
+        if name.endswith("_proj.bias"):
+            matrix = name.split(".")[-2]
+            biased.add(matrix.removesuffix("_proj"))
     has_qkv_bias = not biased.isdisjoint(("q", "k", "v"))
     has_o_bias = family.may_bias_o and "o" in biased
     has_mlp_bias = family.may_bias_mlp and not biased.isdisjoint(("gate", "up", "down"))
@@ -279,6 +294,7 @@ def share_of(config: ModelConfig, ranks: int) -> ModelConfig:
 
     The vocabulary stays whole. KV heads are split; where they are fewer than the ranks,
     neighbouring ranks hold copies of one. ValueError names the first field that does not divide."""
+    # Fewer KV heads than ranks: as many neighbours have a copy of one as there are ranks to a head.
     if config.num_kv_heads >= ranks:
         kv_heads_fit = config.num_kv_heads % ranks == 0
     else:
@@ -302,11 +318,16 @@ def require(condition: bool, name: str, value: object, wanted: str) -> None:
 
 
 def _family(raw: dict) -> Family:
-    """By `architectures`; older files have only model_type."""
+    """By `architectures`; older files have only model_type.
+
+    A file may name several classes if exactly one of them is known here."""
     named = raw.get("architectures")
     if not named:
-        named = [name for name, family in FAMILIES.items() if family.name == raw.get("model_type")]
-    known = [name for name in FAMILIES if isinstance(named, list) and name in named]
+        model_type = raw.get("model_type")
+        named = [name for name, family in FAMILIES.items() if family.name == model_type]
+    known = []
+    if isinstance(named, list):
+        known = [name for name in FAMILIES if name in named]
     require(len(known) == 1, "architectures", raw.get("architectures"), f"one of {', '.join(FAMILIES)}")
     return FAMILIES[known[0]]
 
@@ -321,7 +342,9 @@ def _refuse_quantization(raw: dict) -> None:
 
 
 def _head_dim(raw: dict, family: Family, hidden_size: int, num_heads: int) -> int:
-    """The file's, else the family's own, else an equal share of the hidden size."""
+    """The file's, else the family's own, else an equal share of the hidden size.
+
+    RoPE turns pairs of dimensions, so that an odd number is not possible."""
     share = hidden_size / num_heads  # maybe a fraction, which is then refused
     head_dim = Field("head_dim", default=family.head_dim or share, most=1 << 14).of(raw)
     require(head_dim % 2 == 0, "head_dim (or hidden_size / num_attention_heads)", head_dim, "an even integer")
@@ -337,6 +360,8 @@ def _sliding_window(raw: dict, family: Family, num_layers: int) -> int | None:
         full = len(kinds) == num_layers and all(kind == "full_attention" for kind in kinds)
         require(full, "sliding_window", (window, kinds), "off in all layers")
         return None
+    # Where no list says it layer by layer, a window counts if it is on, in all layers or
+    # from one on.
     switched_on = Field("use_sliding_window", bool, default=family.window != "switched").of(raw)
     if window is None or not switched_on:
         return None
@@ -354,13 +379,16 @@ def _token_id(raw: dict, name: str) -> int | None:
 
 
 def _eos_token_ids(*files: dict) -> tuple[int, ...]:
-    """The union of what the files say: an id or a list of them."""
+    """The union of what the files say: an id or a list of them; in ascending order.
+
+    Chat models often name the end of a turn in one file and the end of a text in the other."""
     found = set()
     for file in files:
         ids = file.get("eos_token_id")
         if ids is None:
             continue
-        for one in ids if isinstance(ids, list) else [ids]:
+        each = ids if isinstance(ids, list) else [ids]
+        for one in each:
             require(one is not None, "eos_token_id", ids, "token ids")
             found.add(_token_id({"eos_token_id": one}, "eos_token_id"))
     return tuple(sorted(found - {None}))
@@ -386,8 +414,8 @@ def _rope(raw: dict, context: int) -> tuple[RopeConfig, int]:
     for number in kind.may_have:
         numbers[number] = Field(number, float, default=getattr(rope, number), least=1e-6).of(values)
     rope = replace(rope, **numbers)
-    fits = rope.factor >= 1 and rope.low_freq_factor < rope.high_freq_factor
-    fits = fits and rope.beta_slow <= rope.beta_fast
+    bands_in_order = rope.low_freq_factor < rope.high_freq_factor and rope.beta_slow <= rope.beta_fast
+    fits = rope.factor >= 1 and bands_in_order
     wanted = "of factor >= 1, low_freq_factor < high_freq_factor, beta_slow <= beta_fast"
     require(fits, "RoPE", rope, wanted)
     # 3. The context before scaling, and after it.
@@ -402,21 +430,30 @@ def _rope(raw: dict, context: int) -> tuple[RopeConfig, int]:
 
 def _rope_values(raw: dict) -> dict:
     """rope_scaling (older files) or rope_parameters (since transformers 5), over what stands
-    beside them."""
+    beside them.
+
+    A field that none of them has may be None, which `Field.of` takes for a missing one."""
     old = raw.get("rope_scaling") or {}
     new = raw.get("rope_parameters") or {}
+    # 1. Each is one object. One of objects has a RoPE for each kind of layer.
     for name, spelling in (("rope_scaling", old), ("rope_parameters", new)):
-        flat = isinstance(spelling, dict) and not any(isinstance(value, dict) for value in spelling.values())
+        flat = isinstance(spelling, dict)
+        flat = flat and not any(isinstance(value, dict) for value in spelling.values())
         require(flat, name, spelling, "one object for all layers")
+    # 2. A file that has both, for readers of both kinds, must mean the same.
     agree = not new or old.items() <= new.items()
     require(agree, "rope_scaling", old, f"part of rope_parameters {new}")
+    # 3. What they do not say may stand beside them.
     beside = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     return {name: raw.get(name) for name in beside} | old | new
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine runs, checked option by option; what each means stands at `LLM`."""
+    """How an engine runs, checked option by option; what each means stands at `LLM`.
+
+    Whatever can be checked without a model is checked when one of these is made, so that a wrong
+    option is said before anything is read."""
 
     seed: int | None = None
     max_num_seqs: int = 16
@@ -434,10 +471,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """ValueError for a value that no engine can have; what needs the model is
         `check_length`'s."""
+        may_be_open = ("seed", "max_model_len", "num_pages")
         for name in ("seed", "max_num_seqs", "max_model_len", "page_size", "num_pages", "chunk"):
             value = getattr(self, name)
-            if value is not None or name not in ("seed", "max_model_len", "num_pages"):
-                check_whole(name, value, least=None if name == "seed" else 1)
+            if value is None and name in may_be_open:
+                continue
+            check_whole(name, value, least=None if name == "seed" else 1)
         memory = self.gpu_memory
         right = isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory <= 1
         check(right, "gpu_memory", memory, "a share above 0 and up to 1 is possible")

@@ -35,7 +35,10 @@ REFUSED_METHODS = ("expandtabs", "maketrans", "translate")
 
 
 class Meter:
-    """Raises SecurityError where one rendering takes too long or holds too much."""
+    """Raises SecurityError where one rendering takes too long or holds too much.
+
+    One meter belongs to one environment, and so to one template; every rendering starts it anew.
+    """
 
     def __init__(self) -> None:
         self.start()
@@ -52,6 +55,8 @@ class Meter:
     def size(self, value: Any, limit: int = MOST) -> int:
         """Characters and items in a value and in all that it holds, once for each place. Stops
         at `limit`."""
+        # A list of what is still to be looked at instead of recursion: values may be nested deeply,
+        # and one that holds itself ends at the limit.
         total = 0
         todo = [value]
         while todo:
@@ -92,7 +97,10 @@ class Meter:
 
 
 class _Metered(NodeTransformer):
-    """Puts the meter into a parsed template: at loops, at what is stored and at what `~` joins."""
+    """Puts the meter into a parsed template: at loops, at what is stored and at what `~` joins.
+
+    The names of its methods are jinja2's: `visit_` and the kind of a node. Each returns what
+    stands in the node's place."""
 
     def _filtered(self, node: nodes.Expr, name: str) -> nodes.Expr:
         """The expression with one of the meter's functions around it, as if it said `| name`."""
@@ -136,7 +144,10 @@ class Generation(Extension):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """What chat templates expect, in a sandbox whose every operation is metered."""
+    """What chat templates expect, in a sandbox whose every operation is metered.
+
+    Templates are written for transformers, so that settings, globals and extensions are as there.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -149,11 +160,13 @@ class Environment(ImmutableSandboxedEnvironment):
             finalize=self.meter.measured,
         )
         self.concat = self.meter.joined
+        # 1. What transformers adds to jinja2, and what jinja2 has that only makes long texts.
         self.globals.pop("lipsum")
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.tests["none"] = lambda value: value is None or isinstance(value, Null)
         self.filters["tojson"] = _tojson  # jinja's own escapes HTML
+        # 2. Filters: some refused, the others weighed, and the meter's own, which `_Metered` names.
         for name in REFUSED_FILTERS:
             self.filters.pop(name)
         self.filters = {name: self._guarded(name, filter) for name, filter in self.filters.items()}
@@ -191,17 +204,22 @@ class Environment(ImmutableSandboxedEnvironment):
         """The most characters a call can make of its arguments; 0 where that is no more
         than they have."""
         size = self.meter.size
+        # A separator may come between all parts, whatever the order of the arguments.
         if name == "join":
             return prod(size(argument) for argument in arguments)
         if not arguments or not isinstance(arguments[0], str):
             return 0
-        text, rest = arguments[0], arguments[1:]
+        text = arguments[0]
+        rest = arguments[1:]
+        # An empty text is replaced at every place between characters.
         if name == "replace" and len(rest) >= 2:
             places = len(text) // max(1, size(rest[0]) - 1) + 1
             return places * size(rest[1])
+        # The width may be a number or a text; every line gets it.
         if name == "indent":
             widths = [width if isinstance(width, int) else size(width) for width in rest]
             return (text.count("\n") + 1) * max(widths, default=4)
+        # Every field may show all of the arguments.
         if name in ("format", "format_map"):
             if LONG_NUMBER.search(text):
                 raise SecurityError("a format with a width like that would make too much")
@@ -235,11 +253,15 @@ class Environment(ImmutableSandboxedEnvironment):
         """jinja2's hook for + * ** %: refused before a number or a text becomes too large."""
         self.meter.tick()
         if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if operator == "**":
+                bits = left.bit_length() * right
+            else:
+                bits = left.bit_length() + right.bit_length()
             if bits > MOST_BITS:
                 raise SecurityError("a number becomes too large")
         elif operator == "*":
-            times = max([n for n in (left, right) if isinstance(n, int)], default=1)
+            # A text or a list, so many times
+            times = max([side for side in (left, right) if isinstance(side, int)], default=1)
             self.meter.grows(self.meter.size([left, right]) * times)
         elif operator == "%" and isinstance(left, str):
             self._weigh("format", [left, right])
@@ -274,9 +296,12 @@ def _raise(message: str) -> None:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
     sort_keys: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """JSON as chat templates expect it: characters as they are."""
     if isinstance(indent, int) and indent > 16:
         raise SecurityError(f"tojson with indent={indent} would make too much")

@@ -41,12 +41,17 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # A special token is given as its text or as {"content": its text}; null is as
         # good as absent.
-        named = {name: value for name, value in (settings or {}).items() if name.endswith("_token")}
-        texts = {name: value["content"] if type(value) is dict else value for name, value in named.items()}
-        self.special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
+        self.special_tokens: dict[str, str] = {}
+        for name, value in (settings or {}).items():
+            if not name.endswith("_token"):
+                continue
+            text = value["content"] if type(value) is dict else value
+            if isinstance(text, str):
+                self.special_tokens[name] = text
         self.bos_token_id = backend.token_to_id(self.special_tokens.get("bos_token", ""))
         self.eos_token_id = backend.token_to_id(self.special_tokens.get("eos_token", ""))
         self.chat_template = chat_template
@@ -183,7 +188,8 @@ class TextStream:
         # four places. If none ends whole, the prompt ends inside a character, which must not spill
         # into the output.
         tails = (tail[start:] for start in range(CHARACTER))
-        self._follow(next((ids for ids in tails if not tokenizer.decode(ids).endswith(UNKNOWN)), []))
+        whole = (ids for ids in tails if not tokenizer.decode(ids).endswith(UNKNOWN))
+        self._follow(next(whole, []))
 
     @property
     def text(self) -> str:
@@ -205,7 +211,8 @@ class TextStream:
         if self.stopped:
             return ""
         if token_id in self._marks:
-            return self._release(self._advance(last=True) + self._marks[token_id], last=False)
+            shown = self._advance(last=True) + self._marks[token_id]
+            return self._release(shown, last=False)
         if not self.tokenizer.has_text(token_id):
             return ""
         self._pending.append(token_id)
@@ -213,7 +220,9 @@ class TextStream:
 
     def finish(self) -> str:
         """Gives what was held back: a broken character, and what could have begun a stop string."""
-        return "" if self.stopped else self._release(self._advance(last=True), last=True)
+        if self.stopped:
+            return ""
+        return self._release(self._advance(last=True), last=True)
 
     def _follow(self, context: list[int]) -> None:
         """Begin anew behind ids whose text is known."""
@@ -280,15 +289,19 @@ def _mark_special(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[dict[int, 
     """Special tokens that stop strings name, each with a mark that no text can hold (a lone
     surrogate), and the stop strings with these marks in their place: a token is found by its id,
     never by its spelling."""
+    if not stop:
+        return {}, ()
+    # The longest first: one token's spelling may be part of another's.
     texts = {token_id: tokenizer.backend.id_to_token(token_id) for token_id in tokenizer.special_ids}
     longest_first = sorted(texts, key=lambda token_id: (-len(texts[token_id]), token_id))
     marks: dict[int, str] = {}
     marked = list(stop)
-    for token_id in longest_first if stop else ():
+    for token_id in longest_first:
         text = texts[token_id]
         if any(text in one for one in marked):
-            marks[token_id] = chr(0xD800 + len(marks))
-            marked = [one.replace(text, marks[token_id]) for one in marked]
+            mark = chr(0xD800 + len(marks))
+            marks[token_id] = mark
+            marked = [one.replace(text, mark) for one in marked]
     return marks, tuple(marked)
 
 
@@ -300,13 +313,15 @@ def are_messages(value: object) -> bool:
 
 def _chat_template(folder: Path, settings: dict) -> str | None:
     """The template's text, from whichever file has it; of several named ones the default."""
-    if (file := folder / "chat_template.jinja").is_file():
+    file = folder / "chat_template.jinja"
+    if file.is_file():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if not template:
         template = read_json(folder / "chat_template.json", optional=True).get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        template = by_name.get("default")
     if not isinstance(template, str | None):
         raise ValueError(f"chat_template is {template!r:.80}; it must be a text")
     return template
@@ -314,9 +329,11 @@ def _chat_template(folder: Path, settings: dict) -> str | None:
 
 def _added_tokens(folder: Path, settings: dict) -> dict[int, AddedToken]:
     """Tokens by id, of tokenizer_config.json's added_tokens_decoder and of added_tokens.json."""
-    listed = settings.get("additional_special_tokens") or []
-    named = [*listed, *(value for name, value in settings.items() if name.endswith("_token"))]
+    # 1. Which of them are special, by their text.
+    named = list(settings.get("additional_special_tokens") or [])
+    named += [value for name, value in settings.items() if name.endswith("_token")]
     special = {value["content"] if isinstance(value, dict) else value for value in named}
+    # 2. The older file, of texts and ids alone; then the newer one, which says more of each.
     tokens = {}
     for text, token_id in read_json(folder / "added_tokens.json", optional=True).items():
         tokens[token_id] = AddedToken(text, special=text in special, normalized=text not in special)
