@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+# The words that each field may hold; METHOD.md says what they mean
 WORDS = {
     "ranking": ("queries", "newest", "random", "none"),
     "select": ("fps", "first", "reservoir", "none"),
@@ -32,7 +33,8 @@ def check(right: bool, name: str, value: object, possible: str) -> None:
 
 def check_whole(name: str, value: object, least: int | None = 0, or_else: str = "") -> None:
     """ValueError for a value that is no whole number, or below `least` (None: no bound)."""
-    right = isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+    right = isinstance(value, int) and not isinstance(value, bool)  # True is an int too
+    right = right and (least is None or value >= least)
     bound = "" if least is None else f" of at least {least}"
     check(right, name, value, f"{or_else}a whole number{bound} is possible")
 
@@ -72,7 +74,8 @@ class Stage:
         stages share."""
         if self.slots is None:
             return left
-        wanted = int(self.slots * free) if isinstance(self.slots, float) else self.slots
+        is_share = isinstance(self.slots, float)
+        wanted = int(self.slots * free) if is_share else self.slots
         return min(wanted, left)
 
 
@@ -105,11 +108,13 @@ class Policy:
 
     def __post_init__(self) -> None:
         """ValueError for fields that are impossible, alone or together."""
+        # 1. Each field for itself.
         for name, words in WORDS.items():
             value = getattr(self, name)
             check(value in words, f"policy {self.name!r}: {name}", value, f"possible are {words}")
         for name in ("beacons", "recents", "window"):
             check_whole(name, getattr(self, name))
+        # 2. Together: beacons must come from somewhere, rows must suffice for what is asked.
         found = self.select != "none" or self.beacons == 0
         check(found, "beacons", self.beacons, "select='none' finds no beacons; 0 is possible")
         share = self.attention_share
@@ -125,7 +130,9 @@ class Policy:
     def _check_stages(self) -> None:
         """ValueError for stages that nobody would carry out."""
         name = f"policy {self.name!r}: stages"
-        right = isinstance(self.stages, tuple) and all(isinstance(stage, Stage) for stage in self.stages)
+        # 1. They stand alone: nothing beside them says how slots are ranked.
+        right = isinstance(self.stages, tuple)
+        right = right and all(isinstance(stage, Stage) for stage in self.stages)
         check(right, name, self.stages, "a tuple of Stage is possible")
         alone = self.ranking == "queries" and self.score is None and self.attention_share is None
         check(alone, name, self.stages, "they need ranking='queries', no score and no attention_share")
@@ -133,9 +140,11 @@ class Policy:
             value = getattr(self, field)
             idle = value == getattr(Policy, field)
             check(idle, f"policy {self.name!r}: {field}", value, "each stage names its own; leave it out")
+        # 2. Together they give away every free slot: the last one takes what is left.
         for_the_rest = [stage for stage in self.stages if stage.slots is None]
         last = for_the_rest == [self.stages[-1]]
         check(last, name, self.stages, "the last stage, and no other, has slots=None")
+        # 3. Each has queries to ask.
         observed = self.beacons + self.recents > 0 or all(stage.latest for stage in self.stages)
         nobody = "a stage without latest asks beacons and recents, and there are none"
         check(observed, name, self.stages, nobody)
@@ -165,13 +174,34 @@ class Policy:
     @property
     def scores(self) -> tuple[Stage, ...]:
         """The stages; a policy without any has one, for all slots."""
-        return self.stages or (Stage(None, None, self.domain, self.group, self.pool, self.smoothing),)
+        if self.stages:
+            return self.stages
+        only = Stage(
+            slots=None,
+            latest=None,
+            domain=self.domain,
+            group=self.group,
+            pool=self.pool,
+            smoothing=self.smoothing,
+        )
+        return (only,)
 
 
 _LATEST = Policy("recent", select="none", beacons=0, recents=32)  # asks only the newest queries
 _BLIND = replace(_LATEST, recents=0)  # asks nobody
-_SNAPKV = Policy("snapkv", "queries", "none", 0, 8, "before-recents", "logits", "mean", smoothing="max")
+_SNAPKV = Policy(
+    "snapkv",
+    select="none",
+    beacons=0,
+    recents=8,
+    domain="before-recents",
+    group="logits",
+    pool="mean",
+    smoothing="max",
+)
 
+# Each row is one idea of which tokens to keep; METHOD.md has where it comes from, and the
+# same table
 POLICIES = {
     policy.name: policy
     for policy in (
@@ -258,7 +288,8 @@ def policy_named(policy: str | Policy) -> Policy:
     module, colon, name = policy.partition(":")
     check(bool(module and colon and name), "policy", policy, wanted)
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a program's path begins where the program lies, not where it is called
+        # a program's path begins where the program lies, not where it is called
+        sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -281,13 +312,15 @@ def settle(
     wins. ValueError for whatever is impossible together, with what is possible; nothing is
     ignored silently.
     """
+    # 1. Each value for itself.
     policy = policy_named(policy)
-    numbers = {"window": window, "beacons": beacons, "recents": recents}
-    numbers = {name: value for name, value in numbers.items() if value is not None}
+    named = {"window": window, "beacons": beacons, "recents": recents}
+    numbers = {name: value for name, value in named.items() if value is not None}
     for name, value in numbers.items():
         check_whole(name, value)
     if protect != "prompt":
         check_whole("protect", protect, or_else="'prompt' or ")
+    # 2. Without a budget nothing is evicted, and whatever would say how has no effect.
     if budget is None:
         idle = [f"{name}={value}" for name, value in numbers.items()]
         if protect != "prompt":
@@ -297,14 +330,18 @@ def settle(
         if idle:
             raise ValueError(f"{idle[0]}: acts only under a budget, and budget=None; give one")
         return None
+    # 3. The policy with the user's numbers.
     everything = f"policy {policy.name!r} keeps everything; leave the budget out"
     check(policy.ranking != "none", "budget", budget, everything)
     policy = _overridden(policy, numbers)
     check_whole("budget", budget, least=1)
     settings = EvictionSettings(policy, budget, protect)
+    # 4. An eviction must have a choice. The smallest budget that leaves one is named: beyond
+    #    9/8 of the window, more or less a rounding.
     always = settings.window
     if always >= settings.kept:
-        smallest = next(b for b in range(1, budget + 9 * always + 9) if b - max(1, b // 8) > always)
+        possible = range(1, budget + 9 * always + 9)
+        smallest = next(b for b in possible if replace(settings, budget=b).kept > always)
         raise ValueError(
             f"budget={budget}: an eviction leaves {settings.kept} tokens and the newest {always} always "
             f"stay, so nothing could be chosen; the smallest budget possible is {smallest}"

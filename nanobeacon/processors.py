@@ -89,12 +89,15 @@ class Processing:
             found.append(("bad_token_ids", forbid(list(params.bad_token_ids))))
         if params.min_tokens:
             ends = set(params.stop_token_ids)
-            ends |= set() if params.ignore_eos else request.eos_token_ids
+            if not params.ignore_eos:
+                ends.update(request.eos_token_ids)
             until = len(request.prompt_token_ids) + params.min_tokens
             found.append(("min_tokens", forbid(sorted(ends), until)))
         if params.logits_processor is not None:
             found.append(("logits_processor", params.logits_processor))
-        return Processing(request, found) if found and request.forced is None else None
+        if not found or request.forced is not None:
+            return None
+        return Processing(request, found)
 
     def __call__(self, request: Request, logits: Tensor) -> Tensor:
         """Processed float32 logits [V] of raw ones [V], which stay as they are.

@@ -44,11 +44,13 @@ class SamplingParams:
     each token's log-probability and the k best, before temperature and filters.
 
     Before those filters the logits of a row may be changed (`processors.py`), in this order:
-    `logit_bias` {id: number added}; `repetition_penalty` (1 is off) for the ids of prompt and output;
-    `bad_token_ids`, never sampled; `min_tokens`: so many come before an end token or a stop string may end;
-    `logits_processor(token_ids, logits)`: called with the ids of prompt and output so far (to read only) and
-    float32 logits [V], which it changes in place (and returns None) or for which it returns others. What it
-    raises ends its own request only."""
+    - `logit_bias` {id: number added};
+    - `repetition_penalty` (1 is off) for the ids of prompt and output;
+    - `bad_token_ids`, never sampled;
+    - `min_tokens`: so many come before an end token or a stop string may end;
+    - `logits_processor(token_ids, logits)`: called with the ids of prompt and output so far (to
+      read only) and float32 logits [V], which it changes in place (and returns None) or for which
+      it returns others. What it raises ends its own request only."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -69,22 +71,25 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """ValueError naming the first field that is wrong, its value and what is possible."""
+        # 1. Lists become tuples, which nobody changes later; a text alone is one stop string.
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name, kind in (("stop", str), ("stop_token_ids", int), ("bad_token_ids", int)):
             value = getattr(self, name)
-            value = () if value is None else value
+            if value is None:
+                value = ()
             check(isinstance(value, list | tuple), name, value, f"a list of {kind.__name__} is possible")
             object.__setattr__(self, name, tuple(value))
+        # 2. Numbers. Most may be left open; n may not.
         for name, least in WHOLE_NUMBERS.items():
             value = getattr(self, name)
             if value is not None or name == "n":
                 check_whole(name, value, least)
         for name, (possible, wanted) in NUMBERS.items():
             value = getattr(self, name)
-            check(
-                value is None or (_is_number(value) and possible(value)), name, value, f"{wanted} is possible"
-            )
+            right = value is None or (_is_number(value) and possible(value))
+            check(right, name, value, f"{wanted} is possible")
+        # 3. What the lists hold, and the rest.
         texts = list(self.stop)
         right = all(isinstance(text, str) and text for text in texts)
         check(right, "stop", texts, "strings that are not empty are possible")
@@ -99,8 +104,7 @@ class SamplingParams:
         bias = self.logit_bias
         if bias is not None:
             right = isinstance(bias, Mapping) and all(
-                _is_token_id(token) and _is_number(value) and abs(value) <= sys.float_info.max
-                for token, value in bias.items()
+                _is_token_id(token) and _is_finite(value) for token, value in bias.items()
             )
             check(right, "logit_bias", bias, "a dict {token id: number} is possible")
             object.__setattr__(self, "logit_bias", dict(bias))
@@ -116,7 +120,10 @@ class SamplingParams:
     def with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingParams":
         """Every open sampling field filled from `defaults`, else with its neutral value
         (greedy)."""
-        filled = {k: defaults.get(k, v) for k, v in NEUTRAL.items() if getattr(self, k) is None}
+        filled = {}
+        for name, neutral in NEUTRAL.items():
+            if getattr(self, name) is None:
+                filled[name] = defaults.get(name, neutral)
         settled = replace(self, **filled)
         # Other spellings of the same: -1 candidates are all, a nucleus of nothing is the best
         # token alone.
@@ -130,6 +137,11 @@ class SamplingParams:
 def _is_number(value: object) -> bool:
     """Whether a value is an int or a float; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether a value is a number that a float can hold; NaN and infinity are none."""
+    return _is_number(value) and abs(value) <= sys.float_info.max
 
 
 def _is_token_id(value: object) -> bool:
@@ -195,7 +207,9 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether its next step feeds one sampled token, all before it being computed."""
-        computed, prompt = self.num_computed, len(self.prompt_token_ids)
+        # Asked of every request in every step: lengths are taken once.
+        prompt = len(self.prompt_token_ids)
+        computed = self.num_computed
         return computed >= prompt and prompt + len(self.output_token_ids) - computed == 1
 
     @property
@@ -217,11 +231,15 @@ class Request:
         return random.Random(f"{purpose} {self.seed:x} {completion} {position}").random()
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Token ids of the logical positions [start, stop)."""
-        prompt, output = len(self.prompt_token_ids), self.forced or self.output_token_ids
+        """Token ids of the logical positions [start, stop), of a forced output also those
+        to come."""
+        prompt = len(self.prompt_token_ids)
+        output = self.forced or self.output_token_ids
         if start >= prompt:
             return output[start - prompt : stop - prompt]
-        return (self.prompt_token_ids[start:stop] + output[: stop - prompt])[: stop - start]
+        # output[:negative] would count from its end; what it gives too much is behind `stop`
+        both = self.prompt_token_ids[start:stop] + output[: stop - prompt]
+        return both[: stop - start]
 
     def token(self, position: int) -> int:
         """Token id of a logical position behind the prompt."""
