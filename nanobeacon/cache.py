@@ -20,9 +20,15 @@ class KVCache:
     table. Memory is not cleared: nothing reads a slot that was not written."""
 
     def __init__(
-        self, config: ModelConfig, num_pages: int, page_size: int, num_rows: int, max_pages: int,
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        num_rows: int,
+        max_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         shape = (config.num_layers, config.num_kv_heads, num_pages, page_size)
         self.keys = torch.empty(*shape, config.head_dim, dtype=dtype, device=device)
         self.values = torch.empty_like(self.keys)
@@ -32,7 +38,9 @@ class KVCache:
 
     def store_positions(self, positions: Tensor, slots: Tensor) -> None:
         """Write the tokens' positions [T] into their slots [T] in every layer and KV head."""
-        self.positions.view(-1, self.positions.shape[2] * self.page_size)[:, slots] = positions.int()
+        num_slots = self.positions.shape[2] * self.page_size
+        by_head = self.positions.view(-1, num_slots)  # [L * K, slots]
+        by_head[:, slots] = positions.int()
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages, all layers and heads."""
@@ -49,12 +57,21 @@ class QueryBuffer:
     """
 
     def __init__(
-        self, settings: EvictionSettings | None, config: ModelConfig, num_rows: int, dtype: torch.dtype,
+        self,
+        settings: EvictionSettings | None,
+        config: ModelConfig,
+        num_rows: int,
+        dtype: torch.dtype,
         device: torch.device,
-    ) -> None:  # fmt: skip
-        self.capacity = settings.capacity if settings is not None else 0
-        self.mechanism = mechanism_for(settings) if settings is not None else None
-        self.beacons = settings.policy.beacons if settings is not None else 0
+    ) -> None:
+        # A full cache observes nothing: rows without slots.
+        self.capacity = 0
+        self.mechanism = None
+        self.beacons = 0
+        if settings is not None:
+            self.capacity = settings.capacity
+            self.mechanism = mechanism_for(settings)
+            self.beacons = settings.policy.beacons
         shape = (num_rows, config.num_layers, config.num_heads, self.capacity)
         self.buffer = torch.empty(*shape, config.head_dim, dtype=dtype, device=device)
         self.positions = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -74,20 +91,31 @@ class QueryBuffer:
         """The positions of a batch's queries, all layers and heads; those of chunks follow
         their picks."""
         if observation.rows is not None:
-            self.positions[observation.rows, :, :, observation.slots] = positions.int()[:, None, None]
+            rows = observation.rows
+            slots = observation.slots
+            self.positions[rows, :, :, slots] = positions.int()[:, None, None]
         if observation.writes is not None:
             token, row, slot = observation.writes
             self.positions[row, :, :, slot] = positions[token].int()[:, None, None]
 
-    def observe(self, layer: int, q: Tensor, positions: Tensor, observation: Observation, kernels) -> None:
+    def observe(
+        self,
+        layer: int,
+        q: Tensor,
+        positions: Tensor,
+        observation: Observation,
+        kernels,
+    ) -> None:
         """Take a layer's queries q [T, H, D], before RoPE, positions int64 [T].
 
         Only what `store` does not take in its own launch: copies into a ring, and prompt chunks,
         which are reduced here together with what their row holds.
         """
+        # 1. Copies.
         if observation.writes is not None:
             token, row, slot = observation.writes
             self.buffer[row, layer, :, slot] = q[token].to(self.buffer.dtype)
+        # 2. Prompt chunks; kernels want the vectors of a head together, [H, T, D].
         if observation.chunks:
             new = q.transpose(0, 1).to(self.buffer.dtype).contiguous()
             kernels.reduce_chunks(

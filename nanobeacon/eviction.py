@@ -1,7 +1,15 @@
 """`Evictor`: when a query buffer is reduced, when a cache is evicted, and how (METHOD.md).
 
-Counts decide, so the host knows the schedule without asking the device. Knows nothing of models, sampling
-or scheduling. What a slot is worth is `ranking.py`'s business; what a policy asks is data in `policies.py`.
+Counts decide, so the host knows the schedule without asking the device. Knows nothing of models,
+sampling or scheduling. What a slot is worth is `ranking.py`'s business; what a policy asks is data in
+`policies.py`.
+
+After a step (`after_step`):
+
+1. Rows of the query buffer that are full, or at the freeze, are reduced to their beacons.
+2. Requests at their budget are evicted, all of them together: staged, ranked, chosen, moved.
+
+Shapes: B requests, L layers, H query heads, K KV heads.
 """
 
 from dataclasses import dataclass
@@ -18,8 +26,9 @@ from .rope import Rope
 from .staging import to_device
 
 AHEAD = 32  # tokens of a given output that one step may feed: their logits are all held at once
-SCRATCH = 512 << 20  # bytes that one group of requests may use for scores
-SCORE_SCRATCH = 40  # bytes of it for each slot, layer and KV head: scores, ranks, and their order in sorting
+SCRATCH = 512 << 20  # bytes that requests which evict together may use for scores
+# Bytes of it for each slot, layer and KV head: scores, ranks, and their order in sorting.
+SCORE_SCRATCH = 40
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,8 @@ class EvictionEvent:
 
     position: int  # logical position of the newest cached token when it ran
     kept: Tensor  # int32 [L, K, S]: positions kept, ascending, the protected ones included
-    beacons: Tensor  # int32 [L, H, n]: positions of the queries left in the buffer, -1 where a slot is empty
+    # int32 [L, H, n]: positions of the queries left in the buffer, -1 where a slot is empty
+    beacons: Tensor
 
 
 @dataclass(frozen=True)
@@ -37,18 +47,26 @@ class Choice:
 
     due: Due
     keep: Tensor  # int32 [B, L, K, kept], slots in order of age
-    best_scores: Tensor | None  # float32 [B, L, K, kept - window]: what a policy's own score gave the best
+    # float32 [B, L, K, kept - window]: what a policy's own score gave the best
+    best_scores: Tensor | None
 
 
 class Evictor:
-    """Keeps every request within its budget after each step. settings None: a full cache, nothing to do.
+    """Keeps every request within its budget after each step. settings None: a full cache,
+    nothing to do.
 
     heads: which of the model's KV heads the cache has, None for all of them."""
 
     def __init__(
-        self, settings: EvictionSettings | None, cache: KVCache, queries: QueryBuffer, rope: Rope, kernels,
-        trace: bool = False, heads: Heads | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: EvictionSettings | None,
+        cache: KVCache,
+        queries: QueryBuffer,
+        rope: Rope,
+        kernels,
+        trace: bool = False,
+        heads: Heads | None = None,
+    ) -> None:
         self.settings = settings
         self.cache = cache
         self.queries = queries
@@ -60,24 +78,28 @@ class Evictor:
             self.ranker = Ranker(settings, cache, queries, rope, kernels, self.heads)
         self.evictions = 0
 
-    # ------------------------------------------------------------------------------------------ when
+    # ------------------------------------------------------------------------------- when
 
     def tokens_until_reduction(self, request: Request) -> int:
         """Tokens that a request can take before its buffer must be reduced; 0: now.
 
-        A row is reduced when it is full and, once, at the freeze, where the beacons are settled. Past the
-        freeze only recents come in, for which the row has room until the eviction.
+        A row is reduced when it is full and, once, at the freeze, where the beacons are settled.
+        Past the freeze only recents come in, for which the row has room until the eviction.
         """
         before_freeze = self.settings.freeze - request.evictable
         room = self.settings.policy.observed - request.buffer_count
+        # 1. Before the freeze: until the row is full, or the freeze is there.
         if before_freeze > 0:
             return min(before_freeze, room)
+        # 2. At the freeze: now, unless that has been done.
         if before_freeze == 0 and request.buffer_count > self.settings.policy.beacons:
             return 0
-        return self.settings.budget  # longer than any period
+        # 3. Past it: not before the eviction, so longer than any period.
+        return self.settings.budget
 
     def due(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
-        """(those whose buffer is reduced now, those whose cache is evicted now), from counts alone."""
+        """(those whose buffer is reduced now, those whose cache is evicted now), from
+        counts alone."""
         if self.settings is None:
             return [], []
         reduce = []
@@ -95,19 +117,21 @@ class Evictor:
             return min(AHEAD, until_eviction)
         return min(AHEAD, until_eviction, self.tokens_until_reduction(request))
 
-    # ------------------------------------------------------------------------------------------- how
+    # -------------------------------------------------------------------------------- how
 
     def after_step(self, requests: list[Request]) -> bool:
-        """Reduce and evict what is due among the requests that go on after a step; whether anything was.
+        """Reduce and evict what is due among the requests that go on after a step;
+        whether anything was.
 
-        One whose eviction fails, in a policy's own `score` or for lack of memory, ends in error, alone."""
+        One whose eviction fails, in a policy's own `score` or for lack of memory, ends in
+        error, alone."""
         reduce, evict = self.due(requests)
         self._reduce(reduce)
-        for group in self._groups(evict):
-            self._evict_or_end(group)
+        for together in self._batches(evict):
+            self._evict_or_end(together)
         return bool(reduce or evict)
 
-    def _groups(self, requests: list[Request]) -> list[list[Request]]:
+    def _batches(self, requests: list[Request]) -> list[list[Request]]:
         """Requests that are evicted together: as many as SCRATCH has room for."""
         if not requests:
             return []
@@ -115,18 +139,23 @@ class Evictor:
         longest = max(r.cached_length for r in requests)
         bytes_each = SCORE_SCRATCH * layers * num_kv_heads * longest
         size = max(1, SCRATCH // bytes_each)
-        return [requests[first : first + size] for first in range(0, len(requests), size)]
+        starts = range(0, len(requests), size)
+        return [requests[first : first + size] for first in starts]
 
     def _reduce(self, requests: list[Request]) -> None:
         """buffer = FPS(buffer, beacons), all layers and heads of all requests at once."""
         if not requests:
             return
-        numbers = [[r.row for r in requests], [r.buffer_count for r in requests]]
+        numbers = [
+            [r.row for r in requests],
+            [r.buffer_count for r in requests],
+        ]
         rows, counts = to_device(numbers, self.queries.buffer.device)
         self._reduce_rows(requests, rows, counts)
 
     def _reduce_rows(self, requests: list[Request], rows: Tensor, counts: Tensor) -> None:
-        """The same, with what the device has to know: rows and the queries that they hold, int32 [B]."""
+        """The same, with what the device has to know: rows and the queries that they
+        hold, int32 [B]."""
         beacons = self.settings.policy.beacons
         self.kernels.reduce(self.queries.buffer, self.queries.positions, rows, counts, beacons)
         for request in requests:
@@ -135,29 +164,33 @@ class Evictor:
     def _evict_or_end(self, requests: list[Request]) -> None:
         """One eviction of requests that are all at their budget.
 
-        Choosing changes nothing, so where it fails each request of a group is tried alone, in less memory.
-        One that fails alone ends, and so do all whose caches were left half moved. Where
-        several processes compute together, only a wrong answer of the policy's (ValueError), which is wrong
+        Choosing changes nothing, so where it fails each request is tried alone, in less memory. One
+        that fails alone ends, and so do all whose caches were left half moved. Where several
+        processes compute together, only a wrong answer of the policy's (ValueError), which is wrong
         in all of them, ends a request alone."""
+        several_processes = self.heads.group.size > 1
         failure = None
+        # 1. Choose what stays.
         try:
             choice = self._selection(requests)
         except Exception as error:
-            if self.heads.group.size > 1 and not isinstance(error, ValueError):
+            if several_processes and not isinstance(error, ValueError):
                 raise
             failure = _described(error)
-        # Only here has the failed try let go of its memory
+        # 2. One by one, where that failed; only here has the failed try let go of its memory.
         if failure is not None and len(requests) > 1:
             for request in requests:
                 self._evict_or_end([request])
             return
+        # 3. Move what stays.
         if failure is None:
             try:
                 self._move(choice)
             except Exception as error:
-                if self.heads.group.size > 1:
+                if several_processes:
                     raise
                 failure = _described(error)
+        # 4. Who has no cache to go on with ends.
         if failure is not None:
             for request in requests:
                 request.finish_reason = "error"
@@ -168,6 +201,7 @@ class Evictor:
         settings = self.settings
         cache = self.cache
         device = cache.keys.device
+        # 1. What each request says of itself, …
         numbers = [
             [r.row for r in requests],
             [r.cached_length for r in requests],
@@ -175,14 +209,23 @@ class Evictor:
             [r.protected for r in requests],
             [r.buffer_count for r in requests],
         ]
-        if self.queries.capacity:
-            for stage in settings.policy.scores:
-                numbers.append([slot for r in requests for slot in self.ranker.domain(r, stage)])
-                numbers.append([at for r in requests for at in self.ranker.rotations(r, stage)])
-        rows, lengths, prompt_lengths, first_evictable, counts, *asked = to_device(numbers, device)
+        # 2. … and, for each stage, its softmax's slots and where the queries are rotated to: two
+        #    numbers and one number for each slot of the query buffer.
+        stages = settings.policy.scores if self.queries.capacity else ()
+        domains = []
+        rotations = []
+        for stage in stages:
+            domains.append([slot for r in requests for slot in self.ranker.domain(r, stage)])
+            rotations.append([at for r in requests for at in self.ranker.rotations(r, stage)])
+        # 3. On the device, in the same order.
+        sent = to_device(numbers + domains + rotations, device)
+        rows, lengths, prompt_lengths, first_evictable, counts = sent[: len(numbers)]
+        sent_stages = sent[len(numbers) :]
+        sent_domains = sent_stages[: len(stages)]
+        sent_rotations = sent_stages[len(stages) :]
+        # 4. The candidates are what is not protected and not among the newest `window`.
         longest = max(r.cached_length for r in requests)
         num_pages = -(-longest // cache.page_size)
-        # The candidates are what is not protected and not among the newest `window`.
         index = torch.arange(settings.budget - settings.window, device=device)
         return Due(
             requests=requests,
@@ -191,8 +234,8 @@ class Evictor:
             prompt_lengths=prompt_lengths,
             first_evictable=first_evictable,
             buffer_counts=counts,
-            domains=[domains.view(-1, 2) for domains in asked[0::2]],
-            query_positions=[at.view(len(requests), -1) for at in asked[1::2]],
+            domains=[slots.view(len(requests), 2) for slots in sent_domains],
+            query_positions=[at.view(len(requests), -1) for at in sent_rotations],
             page_table=cache.page_table[:, :num_pages].index_select(0, rows),
             candidates=first_evictable[:, None] + index,
             longest=longest,
@@ -204,14 +247,21 @@ class Evictor:
         # 1. What each candidate is worth, in every layer and KV head.
         due = self._staged(requests)
         ranks = self.ranker.ranks(due)
-        # 2. The best, as many as the window leaves room for; of equal ones the older. Back in order of age.
+        # 2. The best, as many as the window leaves room for; of equal ones the older. Then back in
+        #    order of age, int32 [B, L, K, kept - window], counted from the first evictable slot.
         order = ranks.sort(stable=True, dim=-1, descending=True).indices
-        best = order[..., : settings.kept - settings.window].int().sort(-1).values
-        # 3. The window stays too.
-        newest = torch.arange(ranks.shape[-1], settings.budget, dtype=torch.int32, device=ranks.device)
-        chosen = torch.cat((best, newest.expand(*ranks.shape[:3], -1)), dim=-1)
+        free = settings.kept - settings.window
+        best = order[..., :free].int().sort(-1).values
+        # 3. The window, which lies behind the candidates, stays too.
+        candidates = ranks.shape[-1]
+        newest = torch.arange(candidates, settings.budget, dtype=torch.int32, device=ranks.device)
+        window = newest.expand(*ranks.shape[:3], -1)
+        chosen = torch.cat((best, window), dim=-1)
         keep = chosen + due.first_evictable[:, None, None, None]
-        best_scores = ranks.gather(-1, best.long()) if settings.policy.score is not None else None
+        # 4. What a score of the user's own gave them, for `Slots.previous` of the next eviction.
+        best_scores = None
+        if settings.policy.score is not None:
+            best_scores = ranks.gather(-1, best.long())
         return Choice(due, keep, best_scores)
 
     def _move(self, choice: Choice) -> None:
@@ -219,7 +269,7 @@ class Evictor:
         settings = self.settings
         cache = self.cache
         requests = choice.due.requests
-        # 4. Move what stays together, right behind the protected tokens.
+        # 1. Move what stays together, right behind the protected tokens.
         self.kernels.compact(
             cache.keys,
             cache.values,
@@ -232,7 +282,7 @@ class Evictor:
             request.cached_length = request.protected + settings.kept
         if choice.best_scores is not None:
             self._remember_scores(requests, choice.best_scores)
-        # 5. Beacons and recents together are the next period's beacons.
+        # 2. FPS reduces beacons and recents together to what the next period begins with.
         if settings.reduces:
             self._reduce_rows(requests, choice.due.rows, choice.due.buffer_counts)
         if self.trace:
@@ -249,7 +299,9 @@ class Evictor:
         """What one eviction has left of a request, for its trace."""
         pages = torch.tensor(request.pages, device=self.cache.keys.device)
         kept = self.cache.positions[:, :, pages].flatten(2)[..., : request.cached_length]
-        left = request.buffer_count if self.settings.reduces else self.settings.policy.observed
+        left = self.settings.policy.observed
+        if self.settings.reduces:
+            left = request.buffer_count
         beacons = self.queries.positions[request.row, ..., :left]
         # Of all heads of the model, whoever holds them
         kept = self.heads.of_all(kept, dim=1)

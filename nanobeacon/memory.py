@@ -38,7 +38,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def step_bytes(
-    config: ModelConfig, dtype: torch.dtype, tokens: int, logit_rows: int, graphs: int, graph_tokens: int
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tokens: int,
+    logit_rows: int,
+    graphs: int,
+    graph_tokens: int,
 ) -> int:
     """The most that a step may take for itself.
 
@@ -55,7 +60,8 @@ def step_bytes(
     sampling = min(ROWS, logit_rows) * config.vocab_size * SAMPLED
     # Sampling and eviction come after the forward pass, one after the other, while the
     # logits are there.
-    return recorded + max(forward, logits + max(sampling, SCRATCH)) + LIBRARIES
+    behind_forward = logits + max(sampling, SCRATCH)
+    return recorded + max(forward, behind_forward) + LIBRARIES
 
 
 def _activations(config: ModelConfig, dtype: torch.dtype) -> int:

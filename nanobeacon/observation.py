@@ -20,6 +20,7 @@ from .request import Request
 from .scheduler import Plan
 
 Columns = dict[str, list[int]]  # a step's numbers by name, on the host
+Write = tuple[int, int, int]  # (token, row, slot): a query of the batch is copied there
 EMPTY = -1  # the rotation of a slot that holds no query
 
 
@@ -40,6 +41,7 @@ class Observation:
     """What a batch leaves in the query buffer. Token, row and slot tensors are int64."""
 
     # [T] of a decode step: where each token's query goes, in store's launch
+    # (None: `store` leaves queries beside the buffer, and `QueryBuffer.observe` takes what stays)
     rows: Tensor | None = None
     slots: Tensor | None = None
     # (token, row, slot): queries copied beside that
@@ -53,8 +55,16 @@ class Observation:
         writes = None
         if "write_tokens" in sent:
             writes = (sent["write_tokens"], sent["write_rows"], sent["write_slots"])
-        table = sent["chunk_table"].view(len(chunks), -1) if chunks else None
-        return Observation(sent.get("query_rows"), sent.get("query_slots"), writes, chunks, table)
+        table = None
+        if chunks:
+            table = sent["chunk_table"].view(len(chunks), -1)
+        return Observation(
+            rows=sent.get("query_rows"),
+            slots=sent.get("query_slots"),
+            writes=writes,
+            chunks=chunks,
+            chunk_table=table,
+        )
 
     @property
     def longest(self) -> int:
@@ -72,9 +82,12 @@ class Reduction:
     def plan(self, plan: Plan) -> tuple[tuple[Chunk, ...], Columns]:
         """A prompt chunk is reduced as a whole; a decode step's queries are appended one
         behind the other."""
+        # 1. A prefill step: the numbers of all chunks, one behind the other.
         if plan.prefill:
             chunks = self._chunks(plan)
-            return chunks, {"chunk_table": [number for chunk in chunks for number in astuple(chunk)]}
+            table = [number for chunk in chunks for number in astuple(chunk)]
+            return chunks, {"chunk_table": table}
+        # 2. A decode step: a row and a slot for each token.
         if plan.one_each:
             rows = [request.row for request in plan.requests]
             slots = [request.buffer_count for request in plan.requests]
@@ -97,7 +110,15 @@ class Reduction:
             kept = held  # nothing new to choose from: the row stays as it is
             if candidates:
                 kept = min(self.settings.policy.beacons, held + candidates)
-            chunks.append(Chunk(request.row, first, held, candidates, kept, recents=length - candidates))
+            chunk = Chunk(
+                row=request.row,
+                first=first,
+                held=held,
+                candidates=candidates,
+                kept=kept,
+                recents=length - candidates,
+            )
+            chunks.append(chunk)
             first += length
         return tuple(chunks)
 
@@ -130,18 +151,19 @@ class Ring:
 
     def plan(self, plan: Plan) -> tuple[tuple[Chunk, ...], Columns]:
         """Every query that stays, as a copy (token, row, slot)."""
-        writes: list[tuple[int, int, int]] = []
+        writes: list[Write] = []
         first = 0
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             writes += self._writes(request, first, length, decode=not plan.prefill)
             first += length
-        return (), {
+        columns = {
             "write_tokens": [token for token, _, _ in writes],
             "write_rows": [row for _, row, _ in writes],
             "write_slots": [slot for _, _, slot in writes],
         }
+        return (), columns
 
-    def _writes(self, request: Request, first: int, length: int, decode: bool) -> list[tuple[int, int, int]]:
+    def _writes(self, request: Request, first: int, length: int, decode: bool) -> list[Write]:
         """The copies of one request's tokens, whose first is token `first` of the batch."""
         policy = self.policy
         # slot -> token: of several queries for one slot, the last one stays
@@ -158,11 +180,11 @@ class Ring:
                 token_of[slot] = first + i
             elif policy.beacons:
                 idle.append(first + i)
-        writes = [(token, request.row, slot) for slot, token in token_of.items()]
+        writes: list[Write] = [(token, request.row, slot) for slot, token in token_of.items()]
         # 3. A captured decode step has the same number of copies each time: what no slot takes goes
         #    to row 0.
-        if decode:
-            writes += [(token, 0, 0) for token in idle[:1]]
+        if decode and idle:
+            writes.append((idle[0], 0, 0))
         return writes
 
     def _beacon_slot(self, request: Request, position: int, evictable: int) -> int:
@@ -183,9 +205,16 @@ class Ring:
         """As in `Reduction`: beacons at the newest position, the ring's queries at their own."""
         policy = self.policy
         newest = request.num_computed - 1
-        candidates = {"first": request.evictable, "reservoir": newest + 1}.get(policy.select, 0)
-        beacons = min(candidates, policy.beacons)
+        # 1. The beacon slots: as many as there have been queries for them.
+        if policy.select == "first":
+            offered = request.evictable
+        elif policy.select == "reservoir":
+            offered = newest + 1
+        else:
+            offered = 0
+        beacons = min(offered, policy.beacons)
         at = [newest] * beacons + [EMPTY] * (policy.observed - beacons)
+        # 2. The ring.
         oldest = max(0, newest + 1 - policy.recents)
         for position in range(oldest, newest + 1):
             at[policy.beacons + position % policy.recents] = position

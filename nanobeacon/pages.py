@@ -37,27 +37,32 @@ class PagePool:
         return self.free_count + len(self.idle)
 
     def allocate(self, count: int, at: int | None = None) -> list[int] | None:
-        """`count` pages, None when fewer are free: from page `at` on where these are free; else the
-        smallest free run that holds them all; where none does, pieces of the largest."""
+        """`count` pages, each with one owner, or None when fewer are free.
+
+        From page `at` on where these are free; else out of the smallest free run that holds them
+        all; where none does, pieces of the largest. One run of pages can be read without a copy."""
         if count > self.free_count:
             return None
         # 1. The place that was asked for, where it is free.
-        if at is not None and count and any(a <= at and at + count <= b for a, b in self._runs):
+        if at is not None and count and self._is_free(at, count):
             return self._cut(at, count)
         # 2. Else the smallest run that holds what is still wanted; where there is none, all of
         #    the largest.
         pages: list[int] = []
         while len(pages) < count:
             wanted = count - len(pages)
-            by_size = sorted(self._runs, key=lambda run: run[1] - run[0])
-            first, end = next((run for run in by_size if run[1] - run[0] >= wanted), by_size[-1])
-            pages += self._cut(first, min(wanted, end - first))
+            by_size = sorted(self._runs, key=_length)
+            enough = [run for run in by_size if _length(run) >= wanted]
+            run = enough[0] if enough else by_size[-1]
+            first, _ = run
+            pages += self._cut(first, min(wanted, _length(run)))
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """Another owner for pages that have one or are idle."""
         for page in pages:
-            assert self.references[page] > 0 or page in self.idle, f"page {page} is free and cannot be shared"
+            in_use = self.references[page] > 0 or page in self.idle
+            assert in_use, f"page {page} is free and cannot be shared"
             self.idle.pop(page, None)
             self.references[page] += 1
 
@@ -88,11 +93,15 @@ class PagePool:
 
     def restore(self, owners: Iterable[list[int]], kept: Iterable[int]) -> None:
         """Begin again from who holds what and which pages are kept, whatever was left half done."""
+        # 1. How often each page is held, and which are kept without being held: in the order in
+        #    which they were let go, as far as that was noted.
         held = Counter(page for pages in owners for page in pages)
         self.kept = set(kept)
-        let_go = [*self.idle, *sorted(self.kept - self.idle.keys())]  # in the order known so far
+        not_noted = self.kept - self.idle.keys()
+        let_go = [*self.idle, *sorted(not_noted)]
         self.idle = {page: None for page in let_go if page in self.kept and not held[page]}
         self.references = [held[page] for page in range(self.num_pages)]
+        # 2. All else is free.
         self.free_count = 0
         self._runs = []
         for page in range(1, self.num_pages):
@@ -100,28 +109,41 @@ class PagePool:
                 self._give_back(page)
 
     def check(self, owners: Iterable[list[int]]) -> None:
-        """Prove that each page is free, or idle, or referenced exactly as often as the
-        owners hold it."""
+        """Prove that each page is free, or idle, or referenced exactly as often as the owners hold
+        it; AssertionError where that is not so."""
         held = Counter(page for pages in owners for page in pages)
-        assert held[0] == 0 and self.references[0] == 0, "the scratch page is owned"
+        assert held[0] == 0, "the scratch page is owned"
+        assert self.references[0] == 0, "the scratch page is owned"
+        # 1. The free runs: ascending, apart, and as many pages as were counted.
         free = [page for first, end in self._runs for page in range(first, end)]
-        assert free == sorted(set(free)) and len(free) == self.free_count, "the free runs overlap or miscount"
-        apart = all(a[1] < b[0] for a, b in zip(self._runs, self._runs[1:], strict=False))
+        assert free == sorted(set(free)), "the free runs overlap"
+        assert len(free) == self.free_count, "the free runs miscount"
+        pairs = zip(self._runs, self._runs[1:], strict=False)
+        apart = all(run[1] < behind[0] for run, behind in pairs)
         assert apart, "adjacent free runs"
+        # 2. A page is in one of the three states.
         assert not held.keys() & set(free), "a page is both free and owned"
         assert not self.idle.keys() & (held.keys() | set(free)), "an idle page is free or owned"
         assert self.idle.keys() <= self.kept, "a page is idle that nobody keeps"
         assert self.kept <= self.idle.keys() | held.keys(), "a page is kept that is free"
+        # 3. Nothing is counted wrongly, nothing is missing.
         for page, count in enumerate(self.references):
             assert count == held[page], f"page {page} counts {count} owners and has {held[page]}"
         assert len(free) + len(self.idle) + len(held) == self.num_pages - 1, "a page is lost"
 
+    def _is_free(self, first: int, count: int) -> bool:
+        """Whether one free run holds [first, first + count)."""
+        return any(start <= first and first + count <= end for start, end in self._runs)
+
     def _cut(self, first: int, count: int) -> list[int]:
         """Take [first, first + count) out of the free run that holds it."""
+        # 1. The run is the last that begins at `first` or before; what lies on both sides
+        #    stays free.
         at = bisect_right(self._runs, (first, self.num_pages)) - 1
         start, end = self._runs.pop(at)
         rest = [(start, first), (first + count, end)]
-        self._runs[at:at] = [run for run in rest if run[0] < run[1]]
+        self._runs[at:at] = [run for run in rest if _length(run) > 0]
+        # 2. Each page has one owner now.
         pages = list(range(first, first + count))
         for page in pages:
             self.references[page] = 1
@@ -131,13 +153,22 @@ class PagePool:
     def _give_back(self, page: int) -> None:
         """Add a page to the free runs, joined with the runs it touches."""
         at = bisect_left(self._runs, (page, 0))
-        first, end = page, page + 1
+        first = page
+        end = page + 1
+        # 1. The run behind it.
         if at < len(self._runs) and self._runs[at][0] == end:
-            end = self._runs.pop(at)[1]
+            _, end = self._runs.pop(at)
+        # 2. The run before it.
         if at > 0 and self._runs[at - 1][1] == first:
-            first = self._runs.pop(at - 1)[0]
+            first, _ = self._runs.pop(at - 1)
         insort(self._runs, (first, end))
         self.free_count += 1
+
+
+def _length(run: tuple[int, int]) -> int:
+    """Pages of a run [first, end)."""
+    first, end = run
+    return end - first
 
 
 def one_run(pages: list[int]) -> bool:

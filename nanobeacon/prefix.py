@@ -33,8 +33,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a prompt's beginning: whole pages, and the buffer row that belongs
-    behind them."""
+    """What is known of a prompt's beginning: whole pages, and the row of the query buffer that
+    belongs behind them (0: none) with the number of queries in it. Empty: nothing is known."""
 
     pages: list[int] = field(default_factory=list)
     row: int = 0
@@ -51,9 +51,13 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pool: PagePool, page_size: int, chunk: int, rows: Iterable[int] | None = None,
+        self,
+        pool: PagePool,
+        page_size: int,
+        chunk: int,
+        rows: Iterable[int] | None = None,
         shared_context: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
         self.keeps_rows = rows is not None
@@ -71,19 +75,22 @@ class PrefixCache:
 
     def find_among(self, request: Request, pages: list[int]) -> Found:
         """The same, of pages that the request holds already, in order."""
-        path = self._walk(request)
-        own = 0
-        while own < min(len(path), len(pages)) and path[own].page == pages[own]:
-            own += 1
-        return self._found(path[:own])
+        own = []
+        for node, page in zip(self._walk(request), pages, strict=False):
+            if node.page != page:
+                break
+            own.append(node)
+        return self._found(own)
 
     def insert(self, request: Request) -> None:
         """Make the whole pages that a request has computed known. Called after each of
         its steps."""
+        # 1. Which of them are new?
         known = request.pages_inserted
         whole = self._whole_pages(request, request.num_computed)
         if whole <= known:
             return
+        # 2. They hang below the last page that was made known.
         node = request.prefix_node or self._root
         keys = self._keys(request, known, whole)
         for page, key in zip(request.pages[known:whole], keys, strict=True):
@@ -102,15 +109,21 @@ class PrefixCache:
         request.pages_inserted = whole
 
     def row_for(self, request: Request) -> int:
-        """The row that shall keep the request's queries, where it stands at a border that has none; else 0.
-        The least recently used border gives up its own when all are in use. Once the queries are there,
-        `keep_row` makes them known: a row that nothing was copied to is never found."""
+        """The row that shall keep the request's queries, where it stands at a border that has none;
+        else 0.
+
+        The least recently used border gives up its own when all are in use. Once the queries are
+        there, `keep_row` makes them known: a row that nothing was copied to is never found."""
         node = request.prefix_node
-        stands_there = request.pages_inserted * self.page_size == request.num_computed
-        if not self.keeps_rows or node is None or not stands_there or node.row or node.forgotten:
+        if not self.keeps_rows or node is None:
+            return 0
+        at_border = request.pages_inserted * self.page_size == request.num_computed
+        has_row = node.row != 0
+        if not at_border or has_row or node.forgotten:
             return 0
         if not self.free_rows:
-            self._drop_row(next(iter(self.kept_rows)))
+            least_recent = next(iter(self.kept_rows))
+            self._drop_row(least_recent)
         return self.free_rows[-1]
 
     def keep_row(self, request: Request) -> None:
@@ -124,13 +137,15 @@ class PrefixCache:
         """Forget idle pages until `count` are free, or none is left: the least recently used first,
         and since a request lets go of its last page first, leaves before their parents."""
         while self.pool.free_count < count and self.pool.idle:
-            self._forget(self._nodes[next(iter(self.pool.idle))])
+            least_recent = next(iter(self.pool.idle))
+            self._forget(self._nodes[least_recent])
 
     def _walk(self, request: Request) -> list[Node]:
         """The nodes of a request's tokens from the first page on, as far as they are known."""
         path = []
         node = self._root
-        for key in self._keys(request, 0, self._whole_pages(request, request.num_tokens - 1)):
+        whole = self._whole_pages(request, request.num_tokens - 1)
+        for key in self._keys(request, 0, whole):
             node = node.children.get(key)
             if node is None:
                 break
@@ -140,17 +155,20 @@ class PrefixCache:
     def _found(self, path: list[Node]) -> Found:
         """Where computing can begin: the last border of a path that has its row, if rows
         are needed."""
+        # 1. Back to the last border, and on to one with a row.
         pages_apart = self.border // self.page_size
         count = len(path) - len(path) % pages_apart
         while self.keeps_rows and count and not path[count - 1].row:
             count -= pages_apart
         if not count:
             return Found()
+        # 2. Its row is now the most recently used: last in the dict.
         last = path[count - 1]
-        if last.row:  # now the most recently used
+        if last.row:
             del self.kept_rows[last]
             self.kept_rows[last] = None
-        return Found([node.page for node in path[:count]], last.row, last.row_count)
+        pages = [node.page for node in path[:count]]
+        return Found(pages, last.row, last.row_count)
 
     def _whole_pages(self, request: Request, tokens: int) -> int:
         """Pages of its first `tokens` that are full, end at a border and are never evicted from."""
@@ -164,9 +182,10 @@ class PrefixCache:
         tokens = tuple(request.tokens(first * size, end * size))
         keys = [tokens[at : at + size] for at in range(0, len(tokens), size)]
         if self.shared_context is not None and first == 0 and keys:
-            # Dynamic RoPE: the base, and with it every key, follows the length of a prompt
-            # beyond the context
-            keys[0] = (max(len(request.prompt_token_ids), self.shared_context), *keys[0])
+            # Dynamic RoPE: the base, and with it every key, follows the length of a prompt beyond
+            # the context. As part of the first page's key it tells whole chains apart.
+            rope_length = max(len(request.prompt_token_ids), self.shared_context)
+            keys[0] = (rope_length, *keys[0])
         return keys
 
     def _forget(self, node: Node) -> None:
@@ -192,10 +211,12 @@ class PrefixCache:
 
     def restore(self) -> Iterable[int]:
         """Begin again from the tree, whatever was left half done; the pages that are kept."""
+        # 1. What hangs in the tree is known, all else forgotten.
         nodes = self._reachable()
         for node in set(self._nodes.values()).difference(nodes):
             node.forgotten = True
         self._nodes = {node.page: node for node in nodes}
+        # 2. Rows belong to the nodes that name them, in the order of use as far as that was noted.
         with_row = [node for node in nodes if node.row]
         used = {node.row for node in with_row}
         recent_last = [*self.kept_rows, *with_row]
@@ -214,12 +235,16 @@ class PrefixCache:
         return found
 
     def check(self) -> None:
-        """Prove that tree, pool and rows agree."""
+        """Prove that tree, pool and rows agree; AssertionError where they do not."""
+        # 1. Tree and pool keep the same pages.
         seen = self._reachable()
         for node in seen:
-            assert node.parent.children[node.key] is node and not node.forgotten
-        assert {node.page: node for node in seen} == self._nodes and len(seen) == len(self._nodes)
+            assert node.parent.children[node.key] is node
+            assert not node.forgotten
+        assert len(seen) == len(self._nodes)
+        assert {node.page: node for node in seen} == self._nodes
         assert self.pool.kept == self._nodes.keys(), "pool and tree keep different pages"
+        # 2. Every row is free or kept at one border.
         with_row = {node for node in seen if node.row}
         assert with_row == self.kept_rows.keys(), "a row is kept for a page that is forgotten"
         rows = [*self.free_rows, *(node.row for node in with_row)]

@@ -1,15 +1,18 @@
-"""What is worth keeping: a rank for every slot that an eviction may choose from (METHOD.md, "Eviction").
+"""What is worth keeping: a rank for every slot that an eviction may choose from
+(METHOD.md, "Eviction").
 
-Four kinds of rank, as the policy says: by the attention of its queries, by age, by chance, or by a function
-of the user's own (`Policy.score`), which sees a `Slots`. Knows caches, query buffers and policies; nothing of
-budgets being reached, of what is then kept, or of compaction.
+Four kinds of rank, as the policy says: by the attention of its queries, by age, by chance, or by a
+function of the user's own (`Policy.score`), which sees a `Slots`. Knows caches, query buffers and
+policies; nothing of budgets being reached, of what is then kept, or of compaction.
 
-Shapes: B requests, L layers, H query heads, K KV heads, C rows of a query buffer, D head dim, S slots of the
-longest request, n candidates: the evictable slots of each request but its newest `window`.
+Shapes: B requests, L layers, H query heads, K KV heads, C rows of a query buffer, D head dim,
+S slots of the longest request, n candidates: the evictable slots of each request but its
+newest `window`.
 
-Where a group computes a model together, H and K are a member's own heads. Since each KV head is evicted from
-by itself, members have nothing to tell each other, with two exceptions: a policy that pools all heads of a
-layer (rpc) takes the mean over members too, and query heads of a KV head with copies are put together first.
+Where a group computes a model together, H and K are a member's own heads. Since each KV head is
+evicted from by itself, members have nothing to tell each other, with two exceptions: a policy that
+pools all heads of a layer (rpc) takes the mean over members too, and query heads of a KV head with
+copies are put together first.
 """
 
 from dataclasses import dataclass
@@ -39,19 +42,22 @@ class Due:
     prompt_lengths: Tensor  # int32 [B]
     first_evictable: Tensor  # int32 [B]: the first slot that is not protected
     buffer_counts: Tensor  # int32 [B]: queries in a row that is reduced
-    domains: list[Tensor]  # of each stage, int32 [B, 2]: slots [start, end) that its softmax runs over
-    query_positions: list[Tensor]  # of each stage, int32 [B, C]: where queries are rotated to, -1: not asked
+    # of each stage, int32 [B, 2]: slots [start, end) that its softmax runs over
+    domains: list[Tensor]
+    # of each stage, int32 [B, C]: where queries are rotated to, -1: not asked
+    query_positions: list[Tensor]
     page_table: Tensor  # int32 [B, pages of the longest]
     candidates: Tensor  # int64 [B, n], slots
     longest: int  # S
 
 
 class Slots:
-    """What the cache knows of the candidates, for a `Policy.score`. All tensors are [B, L, K, n], oldest slot
-    first; what a function does not ask for is not computed."""
+    """What the cache knows of the candidates, for a `Policy.score`. All tensors are [B, L, K, n],
+    oldest slot first; what a function does not ask for is not computed."""
 
     def __init__(self, due: Due, cache: KVCache, attention: Tensor | None) -> None:
-        self.attention = attention  # float32: the policy's own score by its queries; None if it asks none
+        # float32: the policy's own score by its queries; None if it asks none
+        self.attention = attention
         self._due = due
         self._cache = cache
 
@@ -72,16 +78,18 @@ class Slots:
 
     @cached_property
     def previous(self) -> Tensor:
-        """float32: what this function gave each slot at the request's last eviction; 0 where it gave nothing
-        yet, to newer tokens and to those that stayed as part of the window."""
+        """float32: what this function gave each slot at the request's last eviction; 0 where it
+        gave nothing yet, to newer tokens and to those that stayed as part of the window."""
         layers, num_kv_heads = self._cache.keys.shape[:2]
         count = self._due.candidates.shape[1]
-        found = self._cache.keys.new_zeros(
-            len(self._due.requests), layers, num_kv_heads, count, dtype=torch.float32
-        )
+        shape = (len(self._due.requests), layers, num_kv_heads, count)
+        found = torch.zeros(shape, dtype=torch.float32, device=self._cache.keys.device)
         for row, request in enumerate(self._due.requests):
-            if request.kept_scores is not None:
-                found[row, ..., : request.kept_scores.shape[-1]] = request.kept_scores
+            scores = request.kept_scores
+            if scores is not None:
+                # What was kept stands first among the candidates, in the same order.
+                num_kept = scores.shape[-1]
+                found[row, ..., :num_kept] = scores
         return found
 
     def _flat_slots(self) -> Tensor:
@@ -105,9 +113,14 @@ class Ranker:
     """Ranks the candidates of an eviction as one policy wants it."""
 
     def __init__(
-        self, settings: EvictionSettings, cache: KVCache, queries: QueryBuffer, rope: Rope, kernels,
+        self,
+        settings: EvictionSettings,
+        cache: KVCache,
+        queries: QueryBuffer,
+        rope: Rope,
+        kernels,
         heads: Heads,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.settings = settings
         self.cache = cache
         self.queries = queries
@@ -122,6 +135,7 @@ class Ranker:
         """
         policy = self.settings.policy
         layers, num_kv_heads = self.cache.keys.shape[:2]
+        # The four kinds; what `policy.score` says goes before all else.
         shape = (len(due.requests), layers, num_kv_heads, due.candidates.shape[1])
         if policy.score is not None:
             return self._own_score(due, shape)
@@ -135,7 +149,9 @@ class Ranker:
     def _own_score(self, due: Due, shape: tuple[int, ...]) -> Tensor:
         """The user's function, its answer checked; not a number counts as the lowest rank."""
         policy = self.settings.policy
-        attention = self._attention(due, shape, number=0) if self.queries.capacity else None
+        attention = None
+        if self.queries.capacity:
+            attention = self._attention(due, shape, number=0)
         scored = policy.score(Slots(due, self.cache, attention))
         if not isinstance(scored, Tensor) or scored.shape != shape:
             found = list(scored.shape) if isinstance(scored, Tensor) else type(scored).__name__
@@ -144,11 +160,12 @@ class Ranker:
         return scored.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
     def _by_chance(self, due: Due, shape: tuple[int, ...]) -> Tensor:
-        """Uniform numbers, drawn from each request's seed and position alone; for all heads of the model, so
-        that a head's do not depend on who holds it."""
+        """Uniform numbers, drawn from each request's seed and position alone; for all heads of the
+        model, so that a head's do not depend on who holds it."""
         layers, candidates = shape[1], shape[3]
         drawn = []
         for request in due.requests:
+            # A number in [0, 1) of 53 bits, made whole again.
             seed = int(request.chance("random eviction", request.num_computed) * 2**53)
             generator = torch.Generator().manual_seed(seed)
             of_all = torch.rand(layers, self.heads.count, candidates, generator=generator)
@@ -171,8 +188,8 @@ class Ranker:
             num_taken += stage.slots_of(free, free - num_taken)
             if num_taken == free:
                 break
-            best = ranks.sort(stable=True, dim=-1, descending=True).indices[..., :num_taken]
-            taken = taken.scatter(-1, best, True)
+            order = ranks.sort(stable=True, dim=-1, descending=True).indices
+            taken = taken.scatter(-1, order[..., :num_taken], True)
         return ranks
 
     def _attention(self, due: Due, shape: tuple[int, ...], number: int) -> Tensor:
@@ -183,19 +200,24 @@ class Ranker:
         scored = self._scores(due, number)
         # 2. Smoothing over neighbours; slots outside the domain count as zero weight.
         if stage.smoothing == "avg":
-            scored = F.avg_pool1d(scored.clamp(min=0).flatten(0, 1), SMOOTHED, 1, SMOOTHED // 2)
+            weights = scored.clamp(min=0).flatten(0, 1)
+            scored = F.avg_pool1d(weights, SMOOTHED, stride=1, padding=SMOOTHED // 2)
         elif stage.smoothing == "max":
-            scored = F.max_pool1d(scored.flatten(0, 1), SMOOTHED, 1, SMOOTHED // 2)
+            scored = F.max_pool1d(scored.flatten(0, 1), SMOOTHED, stride=1, padding=SMOOTHED // 2)
         scored = scored.view(shape[0], shape[1], shape[2], due.longest)
         # 3. R-KV's part: keys that resemble others are worth less.
-        if policy.attention_share is not None:
-            redundant = self.kernels.redundancy(self.cache.keys, due.page_table, due.domains[0], due.longest)
-            scored = policy.attention_share * scored - (1 - policy.attention_share) * redundant
+        share = policy.attention_share
+        if share is not None:
+            redundant = self.kernels.redundancy(
+                self.cache.keys, due.page_table, due.domains[0], due.longest
+            )  # fmt: skip
+            scored = share * scored - (1 - share) * redundant
+        # 4. Of all slots those that may go: [B, L, K, S] -> [B, L, K, n].
         return scored.gather(3, due.candidates[:, None, None].expand(shape))
 
     def _scores(self, due: Due, number: int) -> Tensor:
-        """float32 [B, L, K, S]: the queries that stage `number` asks, rotated, against every slot of its
-        domains."""
+        """float32 [B, L, K, S]: the queries that stage `number` asks, rotated, against every slot
+        of its domains."""
         stage = self.settings.policy.scores[number]
         positions = due.query_positions[number]
         cache = self.cache
@@ -221,15 +243,18 @@ class Ranker:
         return scored
 
     def rotations(self, request: Request, stage: Stage) -> list[int]:
-        """Where each query of the row is rotated to when a stage asks; -1 for those that it does not ask."""
+        """Where each query of the row is rotated to when a stage asks; -1 for those that it
+        does not ask."""
         rotations = self.queries.rotations(request)
         observed = self.settings.policy.observed
+        # 1. The policy's beacons and recents, in the front of the row.
         if stage.latest is None:
             return rotations[:observed] + [EMPTY] * (len(rotations) - observed)
+        # 2. The newest, in the ring behind them; EMPTY is older than all.
         newest = request.num_computed - 1
-        return [EMPTY] * observed + [
-            at if at > newest - stage.latest else EMPTY for at in rotations[observed:]
-        ]
+        oldest_asked = newest - stage.latest + 1
+        in_ring = [at if at >= oldest_asked else EMPTY for at in rotations[observed:]]
+        return [EMPTY] * observed + in_ring
 
     def domain(self, request: Request, stage: Stage) -> tuple[int, int]:
         """Slots [start, end) that a stage's softmax runs over."""

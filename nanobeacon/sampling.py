@@ -66,15 +66,18 @@ def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     nucleus is sorted. Which rows need a second look is read from the device once. Rows with neither
     are weighed in float64 in the order of ids, ROWS at a time."""
     vocabulary = logits.shape[-1]
+    # 1. The best of each row: the answer where nothing is drawn.
     tokens = logits.argmax(-1)
     kinds = [_kind(draw, vocabulary) for draw in rows]
     if set(kinds) <= {"greedy"}:
         return tokens
     columns = _columns(rows, vocabulary, logits.device)
+    # 2. Rows without top-k and top-p.
     plain = [row for row, kind in enumerate(kinds) if kind == "plain"]
     for at in range(0, len(plain), ROWS):
         some = _index(plain[at : at + ROWS])
         tokens[some] = _draw_in_order_of_ids(_clean(logits[some]), columns[some])
+    # 3. The others, from a few candidates, and again from more where that left a doubt.
     left = [row for row, kind in enumerate(kinds) if kind == "ranked"]
     for blocks, at_once in LEVELS:
         if not left:
@@ -86,13 +89,15 @@ def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
             answers.append(certain)
         certain = torch.cat(answers).tolist()
         left = [row for row, sure in zip(left, certain, strict=True) if not sure]
+    # 4. What is left is sorted whole.
     for row in left:
         tokens[row] = sample_exact(logits[row], rows[row])
     return tokens
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """Greedy ids int64 [R] of logits [R, V], of equal ones the first; -1 where a row is not finite."""
+    """Greedy ids int64 [R] of logits [R, V], of equal ones the first; -1 where a row is
+    not finite."""
     values, ids = logits.max(-1)
     return torch.where(values.isfinite(), ids, -1)
 
@@ -149,7 +154,9 @@ def _kind(draw: Draw, vocabulary: int) -> str:
     """How a row is drawn: "greedy"; "ranked", best first; or "plain", in the order of ids."""
     if draw.temperature == 0 or draw.top_k == 1:
         return "greedy"
-    return "ranked" if 0 < draw.top_k < vocabulary or draw.top_p < 1 else "plain"
+    if 0 < draw.top_k < vocabulary or draw.top_p < 1:
+        return "ranked"
+    return "plain"
 
 
 def _columns(rows: Sequence[Draw], vocabulary: int, device: torch.device) -> Tensor:
@@ -158,7 +165,8 @@ def _columns(rows: Sequence[Draw], vocabulary: int, device: torch.device) -> Ten
     table = array("d")
     for draw in rows:
         temperature = min(draw.temperature, 1e300)
-        table.extend((temperature, draw.top_k or vocabulary, draw.top_p, draw.min_p, draw.uniform))
+        top_k = draw.top_k or vocabulary
+        table.extend((temperature, top_k, draw.top_p, draw.min_p, draw.uniform))
     return torch.frombuffer(table, dtype=torch.float64).view(len(rows), -1).to(device)
 
 
@@ -170,7 +178,8 @@ def _clean(logits: Tensor) -> Tensor:
 def _draw_in_order_of_ids(row: Tensor, columns: Tensor) -> Tensor:
     """Ids int64 [R] of clean rows [R, V] that nothing but min-p filters."""
     temperature, _, _, min_p, uniforms = columns.T.unsqueeze(-1)
-    return _pick(_weights(row, row, temperature), min_p, uniforms).squeeze(-1)
+    weights = _weights(row, row, temperature)
+    return _pick(weights, min_p, uniforms).squeeze(-1)
 
 
 def _draw_from_candidates(logits: Tensor, columns: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
@@ -238,24 +247,34 @@ def _ranked(logits: Tensor, width: int, ids: Tensor | None = None) -> Tensor:
     `ids` int64 [R, N]: whose logits they are; None: 0 to N - 1."""
     if ids is None:
         ids = torch.arange(logits.shape[-1], device=logits.device)
+    # 1. One whole number for each: the logit in the upper bits; in the lower ones the id, turned
+    #    around, so that of equal logits the smaller id has the larger number.
     bits = (logits + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
     bits ^= (bits >> 31) & 0x7FFFFFFF  # now ordered as the floats are
     keys = (bits << 32) + (0xFFFFFFFF - ids)
-    best = keys.topk(width).values if width < logits.shape[-1] else keys.sort(descending=True).values
+    # 2. The largest of them, and the ids back out of these.
+    if width < logits.shape[-1]:
+        best = keys.topk(width).values
+    else:
+        best = keys.sort(descending=True).values
     return 0xFFFFFFFF - (best & 0xFFFFFFFF)
 
 
 def _weights(logits: Tensor, row: Tensor, temperature: Tensor) -> Tensor:
     """Probabilities of logits [R, N], int64: UNIT for the best of row [R, V], the others in
     proportion."""
+    # A row of -inf alone would give NaN.
     best = row.amax(-1, keepdim=True).double().clamp(min=torch.finfo(torch.float32).min)
-    return logits.double().sub_(best).div_(temperature).exp_().mul_(UNIT).round_().long()
+    shares = logits.double().sub_(best).div_(temperature).exp_()
+    return shares.mul_(UNIT).round_().long()
 
 
 def _pick(weights: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
     """Min-p, then the position int64 [R, 1] in weights [R, N] where their running sum
     exceeds u * total."""
-    cumulative = (weights * (weights >= min_p * UNIT)).cumsum(-1)
+    likely = weights >= min_p * UNIT
+    cumulative = (weights * likely).cumsum(-1)
     total = cumulative[:, -1:]
     # Rounding must not lead past the last token.
-    return torch.searchsorted(cumulative, (uniforms * total).long().minimum(total - 1), right=True)
+    target = (uniforms * total).long().minimum(total - 1)
+    return torch.searchsorted(cumulative, target, right=True)

@@ -1,6 +1,12 @@
 """Who runs next: admission, prefill chunks, decode rows, preemption, abort. Pure Python.
 
-Knows counts and pages, never tensors, tokens' values or text. A request alone decides where it is cut."""
+Knows counts and pages, never tensors, tokens' values or text. A request alone decides where it is
+cut: its neighbours change when its chunks are read, never which tokens a chunk has.
+
+A request waits in a queue until it has a seat (a row of page table and query buffer) and pages.
+Then its prompt is read in chunks (prefill), then it takes a token a step (decode). Under a budget
+it gets all the pages it can ever need at once, and nothing takes them away. Without one it grows
+page by page, and where none is left the newest request gives up its own and begins again later."""
 
 import logging
 from collections import deque
@@ -13,13 +19,14 @@ from .request import Request
 
 log = logging.getLogger("nanobeacon")
 
-
 MOST_PREFILL_TOKENS = 2048  # of one step, unless one chunk is longer
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of one forward pass: each request and how many of its next tokens it computes."""
+    """The rows of one forward pass: each request and how many of its next tokens it computes.
+
+    prefill: the tokens are of prompts; else each is fed to have the one behind it sampled."""
 
     requests: list[Request]
     lengths: list[int]
@@ -32,13 +39,17 @@ class Plan:
 
     def part(self, first: int, end: int) -> "Plan":
         """The same for the requests [first, end), without those that have ended in the meantime."""
-        rows = zip(self.requests[first:end], self.lengths[first:end], strict=True)
-        living = [(request, length) for request, length in rows if request.finish_reason is None]
-        return Plan([request for request, _ in living], [length for _, length in living], self.prefill)
+        requests = []
+        lengths = []
+        for request, length in zip(self.requests[first:end], self.lengths[first:end], strict=True):
+            if request.finish_reason is None:
+                requests.append(request)
+                lengths.append(length)
+        return Plan(requests, lengths, self.prefill)
 
     def ready(self) -> dict[Request, range]:
-        """Once computed: who gets output tokens, and the tokens of the batch that these follow, the last of
-        a prompt, each one of a decode step."""
+        """Once computed: who gets output tokens, and the tokens of the batch that these follow: the
+        last of a prompt that has been read, each one of a decode step."""
         ready = {}
         first = 0
         for request, length in zip(self.requests, self.lengths, strict=True):
@@ -52,26 +63,37 @@ class Plan:
 
 
 class Scheduler:
-    """Requests in arrival order, `max_num_seqs` seats, one pool. budget None: caches grow with the output."""
+    """Requests in arrival order, `max_num_seqs` seats, one pool.
+
+    page_size, chunk (of a prompt), budget and max_prefill_tokens (of one step) count tokens.
+    budget None: caches grow with the output. prefix: where known beginnings of prompts are found;
+    None: nowhere."""
 
     def __init__(
-        self, pool: PagePool, page_size: int, max_num_seqs: int, chunk: int, budget: int | None = None,
-        max_prefill_tokens: int = MOST_PREFILL_TOKENS, prefix: PrefixCache | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        pool: PagePool,
+        page_size: int,
+        max_num_seqs: int,
+        chunk: int,
+        budget: int | None = None,
+        max_prefill_tokens: int = MOST_PREFILL_TOKENS,
+        prefix: PrefixCache | None = None,
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
         self.chunk = chunk
         self.budget = budget
-        self.max_prefill_tokens = max(chunk, max_prefill_tokens)  # a step can always take one whole chunk
+        # a step can always take one whole chunk
+        self.max_prefill_tokens = max(chunk, max_prefill_tokens)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self.prefix = prefix
         self.preemptions = 0
         self.prefix_tokens = 0  # that were found instead of computed
-        self._rows = range(max_num_seqs, 0, -1)
+        self._rows = range(max_num_seqs, 0, -1)  # row 0 is nobody's
         self.free_rows = list(self._rows)  # the next one is taken from the end
         self._stretch = (pool.num_pages - 1) // max_num_seqs  # pages of the pool for each seat
-        self._decode_next = False
+        self._decode_next = False  # whether the last step was a prefill step
 
     def tokens_held(self, request: Request) -> int:
         """The most slots the request can ever hold; the last token it samples is never fed."""
@@ -81,7 +103,8 @@ class Scheduler:
         return min(total, request.protected + self.budget)
 
     def fits(self, request: Request) -> bool:
-        """Whether the pool, empty, could serve it: else it would wait for ever."""
+        """Whether the pool, empty, could serve it: else it would wait for ever. Page 0 is
+        scratch."""
         return self._pages_for(self.tokens_held(request)) <= self.pool.num_pages - 1
 
     def add(self, request: Request) -> None:
@@ -90,7 +113,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def plan(self, ahead: Callable[[Request], int] = lambda request: 1) -> Plan | None:
-        """The next forward pass, or None when nobody waits or runs. Prefill and decode steps take turns.
+        """The next forward pass, or None when nobody waits or runs. Prefill and decode
+        steps take turns.
 
         `ahead` says how many tokens a request with a given output may feed at once."""
         # 1. Whoever finds a seat and pages begins to run.
@@ -99,7 +123,8 @@ class Scheduler:
         decoders = [r for r in self.running if r.decodes]
         plan = None
         prompts_left = len(decoders) < len(self.running)
-        if prompts_left and not (self._decode_next and decoders):
+        decoders_turn = self._decode_next and len(decoders) > 0
+        if prompts_left and not decoders_turn:
             plan = self._plan_prefill()
         # 3. No prompt is left to read, or it is the decoders' turn.
         if plan is None:
@@ -116,9 +141,12 @@ class Scheduler:
             self.waiting.remove(request)
 
     def next_chunk(self, request: Request) -> int:
-        """Tokens of the next prefill chunk: up to a multiple of `chunk`, not past the budget (METHOD.md)."""
+        """Tokens of the next prefill chunk: up to a multiple of `chunk`, not past the budget, where
+        an eviction comes first (METHOD.md)."""
         done = request.num_computed
-        length = min(request.num_tokens - done, self.chunk - done % self.chunk)
+        left = request.num_tokens - done
+        to_border = self.chunk - done % self.chunk
+        length = min(left, to_border)
         if self.budget is None:
             return length
         return min(length, self.budget - request.evictable)
@@ -128,36 +156,52 @@ class Scheduler:
         return -(-tokens // self.page_size)
 
     def _admit(self) -> None:
-        """First come, first served: the head of the queue waits until its pages and a seat are there."""
+        """First come, first served: the head of the queue waits until its pages and a
+        seat are there."""
         while self.waiting and self.free_rows:
             request = self.waiting[0]
-            # 1. What need not be computed? Another completion of the same prompt may read it for both: the
-            #    full protected pages, which no eviction touches, are shared. Else whatever is known of it.
-            #    (Completions arrive together, before any page of their prompt is known, and a prompt shorter
-            #    than a border never is: the prefix cache cannot take the leader's place.)
+            # 1. What need not be computed? Another completion of the same prompt may read it for
+            #    both: the full protected pages, which no eviction touches, are shared. Else
+            #    whatever is known of it. (Completions arrive together, before any page of their
+            #    prompt is known, and a prompt shorter than a border never is: the prefix cache
+            #    cannot take the leader's place.)
             leader = self._leader_of(request)
-            found = self.prefix.find(request) if self.prefix and leader is None else Found()
-            shared = leader.pages[: self._full_protected_pages(request)] if leader else found.pages
-            # 2. Are there pages enough? Idle ones count, but not those that this request wakes. Those who
-            #    grow will want one soon: without these spare ones an admission would be preempted at once.
+            found = Found()
+            if leader is None and self.prefix is not None:
+                found = self.prefix.find(request)
+            if leader is not None:
+                shared = leader.pages[: self._full_protected_pages(request)]
+            else:
+                shared = found.pages
+            # 2. Are there pages enough for the rest?
             wanted = self._pages_for(self._tokens_at_first(request)) - len(shared)
-            woken = sum(page in self.pool.idle for page in shared)
-            spare = len(self.running) if self.budget is None else 0
-            if wanted + woken + spare > self.pool.available:
+            if not self._has_room(wanted, shared):
                 return
             # 3. Take the seat, with its row, and the pages.
             request.row = self.free_rows.pop()
             request.leader = leader
             self.pool.share(shared)
-            own = self._allocate(wanted, at=self._place(request.row) + len(shared))
+            behind_shared = self._place(request.row) + len(shared)
+            own = self._allocate(wanted, at=behind_shared)
             request.pages = shared + own
             request.pages_sent = 0
             self._begin_behind(request, found)
-            self.running.append(request)  # first here: whoever stands in both begins again after a fault
+            # 4. First into this list: whoever stands in both begins again after a fault.
+            self.running.append(request)
             self.waiting.popleft()
 
+    def _has_room(self, wanted: int, shared: list[int]) -> bool:
+        """Whether a request can have `wanted` pages beside those that it shares."""
+        # Idle pages are available, but not those that this request wakes.
+        woken = sum(page in self.pool.idle for page in shared)
+        # Those who grow will want one soon: without these spare ones an admission would be
+        # preempted at once.
+        spare = len(self.running) if self.budget is None else 0
+        return wanted + woken + spare <= self.pool.available
+
     def _allocate(self, count: int, at: int) -> list[int] | None:
-        """Pages of the pool, from `at` on if these are free; idle ones give way where too few are free."""
+        """Pages of the pool, from `at` on if these are free; idle ones give way where too
+        few are free."""
         if self.prefix is not None:
             self.prefix.make_room(count)
         return self.pool.allocate(count, at=at)
@@ -172,7 +216,8 @@ class Scheduler:
         self.prefix_tokens += tokens
 
     def _leader_of(self, request: Request) -> Request | None:
-        """The completion of the same prompt whose prefill lies ahead: the first of them runs it for all."""
+        """The completion of the same prompt whose prefill lies ahead: the first of them runs
+        it for all."""
         for other in self.running:
             if other.arrival == request.arrival and not other.output_token_ids:
                 return other
@@ -183,13 +228,18 @@ class Scheduler:
         return min(request.protected, len(request.prompt_token_ids)) // self.page_size
 
     def _tokens_at_first(self, request: Request) -> int:
-        """Slots it gets when it is admitted: its worst case under a budget, else up to one new token."""
+        """Slots it gets when it is admitted: its worst case under a budget, else up to
+        one new token."""
         most = self.tokens_held(request)
-        return most if self.budget is not None else min(request.num_tokens + 1, most)
+        if self.budget is not None:
+            return most
+        return min(request.num_tokens + 1, most)
 
     def _place(self, row: int) -> int:
-        """The first page of a seat's own stretch of the pool. A request that grows stays one run of pages
-        while it fits there, which a CPU reads without a copy; elsewhere any page is as good."""
+        """The first page of a seat's own stretch of the pool.
+
+        A request that grows stays one run of pages while it fits there, which a CPU reads without a
+        copy; elsewhere any page is as good."""
         return 1 + (row - 1) * self._stretch
 
     def _plan_prefill(self) -> Plan | None:
@@ -198,29 +248,34 @@ class Scheduler:
         lengths: list[int] = []
         room = self.max_prefill_tokens
         for request in self.running:
+            # 1. Whose prompt is left to read, and is not read by a leader?
             if request.decodes or request.leader is not None:
                 continue
+            # 2. Its next chunk, whole: a neighbour does not change where it is cut.
             self._look_again(request)
             length = self.next_chunk(request)
+            # 3. Chunks until the step is full. One always goes, or nobody ever would.
             if requests and length > room:
-                break  # one chunk always goes, or nobody ever would
+                break
             requests.append(request)
             lengths.append(length)
             room -= length
         return Plan(requests, lengths, prefill=True) if requests else None
 
     def _look_again(self, request: Request) -> None:
-        """A neighbour that was admitted beside a request may have read its beginning since: before its first
-        chunk it takes that over, and gives its own pages for it back."""
+        """Take over, before the first chunk, what a neighbour has read of the same beginning since
+        this request was admitted; its own pages for that are given back."""
         if self.prefix is None or request.num_computed > 0:
             return
         if any(other.leader is request for other in self.running):
             return  # these pages are its followers' too
         found = self.prefix.find(request)
-        own = request.pages[: len(found.pages)]
+        count = len(found.pages)
+        replaced = request.pages[:count]
+        kept = request.pages[count:]
         self.pool.share(found.pages)
-        self.pool.release(reversed(own))
-        request.pages = found.pages + request.pages[len(found.pages) :]
+        self.pool.release(reversed(replaced))
+        request.pages = found.pages + kept
         request.pages_sent = 0
         self._begin_behind(request, found)
 
@@ -230,25 +285,32 @@ class Scheduler:
         lengths: list[int] = []
         for request in decoders:
             # 1. How many tokens: one is sampled at a time, given ones go up to what is due next.
-            length = min(request.num_given, ahead(request)) if request.forced else 1
-            # 2. Room for them; the newest request gives up its pages where none is left, maybe this one.
-            if request.cached_length + length > len(request.pages) * self.page_size:
-                self._grow(request, request.cached_length + length)
-            if request.row:
+            length = 1
+            if request.forced:
+                length = min(request.num_given, ahead(request))
+            # 2. Room for them; the newest request gives up its pages where none is left, maybe
+            #    this one.
+            self._grow(request, request.cached_length + length)
+            still_running = request.row != 0
+            if still_running:
                 requests.append(request)
                 lengths.append(length)
+        # 3. Where nobody decodes any more, a prompt may be left to read.
         if not requests:
             return self._plan_prefill()
         return Plan(requests, lengths, prefill=False)
 
     def _grow(self, request: Request, tokens: int) -> None:
-        """Pages for so many tokens, one by one, as long as the request has not been preempted itself."""
+        """Pages for so many tokens, one by one, as long as the request has not been
+        preempted itself.
+
+        Row 0 is nobody's: a request that has it has lost its seat."""
         while request.row and tokens > len(request.pages) * self.page_size:
             page = self._allocate(1, at=request.pages[-1] + 1)
-            if page is None:
+            if page is not None:
+                request.pages = request.pages + page
+            else:
                 self._preempt(self.running[-1])
-                continue
-            request.pages = request.pages + page
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue; its keys and values are computed again later."""
@@ -265,35 +327,51 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Take a request's seat and pages away."""
-        self.pool.release(reversed(request.pages))  # so that idle pages are forgotten from the last one on
+        # so that idle pages are forgotten from the last one on
+        self.pool.release(reversed(request.pages))
         self.free_rows.append(request.row)
         _take_holdings(request)
-        # The first of those who waited for its prefill takes it over, on the pages they share, behind what is
-        # known of these; what is computed again there has the same tokens.
         followers = [r for r in self.running if r.leader is request]
-        for follower in followers:
-            follower.leader = None if follower is followers[0] else followers[0]
-        if followers and self.prefix is not None:
-            self._begin_behind(followers[0], self.prefix.find_among(followers[0], followers[0].pages))
+        if followers:
+            self._lead_anew(followers)
 
-    # ------------------------------------------------------------------------------------- after faults
+    def _lead_anew(self, followers: list[Request]) -> None:
+        """The first of those who waited for a prefill takes it over.
+
+        It reads on the pages that they share, behind what is known of these; what is computed again
+        there has the same tokens."""
+        first = followers[0]
+        first.leader = None
+        for follower in followers[1:]:
+            follower.leader = first
+        if self.prefix is not None:
+            known = self.prefix.find_among(first, first.pages)
+            self._begin_behind(first, known)
+
+    # --------------------------------------------------------------------------- after faults
 
     def try_fewer(self, plan: Plan) -> None:
-        """A prefill step that memory did not suffice for: its prompts, and the completions that wait for
-        them, begin again (nothing of them has been answered), and from now on a step reads at most half as
-        many tokens. A plan of one request only sends its followers back."""
+        """Make the next prefill steps smaller than this one, which memory did not suffice for.
+
+        Its prompts, and the completions that wait for them, begin again (nothing of them has been
+        answered), and from now on a step reads at most half as many tokens. A plan of one request
+        only sends its followers back."""
         several = len(plan.requests) > 1
-        for request in reversed(self.running):  # so that they keep their order in the queue
-            if request.leader in plan.requests or (several and request in plan.requests):
+        # From the end, so that they keep their order in the queue.
+        for request in reversed(self.running):
+            follows = request.leader in plan.requests
+            if follows or (several and request in plan.requests):
                 self._put_back(request)
         if several:
             self.max_prefill_tokens = sum(plan.lengths) // 2
             log.warning("memory ran out: prefill steps of %d tokens at most", self.max_prefill_tokens)
 
     def put_right(self) -> None:
-        """After an exception that may have come at any line: queue, seats, pages and prefix cache follow
-        anew from the requests. Those that ended are forgotten. Those that decode go on: only a step changes
-        what they have cached. The others begin again, which costs them nothing but time."""
+        """After an exception that may have come at any line: queue, seats, pages and prefix cache
+        follow anew from the requests.
+
+        Those that ended are forgotten. Those that decode go on: only a step changes what they have
+        cached. The others begin again, which costs them nothing but time."""
         # 1. Who goes on, who begins again. Whoever was on the way between both lists begins again.
         queued = [r for r in self.waiting if r.finish_reason is None]
         seated = [r for r in self.running if r.finish_reason is None and r not in queued]
@@ -311,12 +389,15 @@ class Scheduler:
         self.pool.restore([request.pages for request in going_on], kept)
 
     def check(self) -> None:
-        """Prove pool, prefix cache and seats against the requests."""
+        """Prove pool, prefix cache and seats against the requests; AssertionError where
+        they disagree."""
+        # 1. Every page and every row has one place.
         self.pool.check(r.pages for r in self.running)
         if self.prefix is not None:
             self.prefix.check()
         rows = [*self.free_rows, *(r.row for r in self.running)]
         assert sorted(rows) == sorted(self._rows), "a row has two owners or is lost"
+        # 2. Nobody has more cached than its pages, or its budget, allow.
         housed = all(r.cached_length <= len(r.pages) * self.page_size for r in self.running)
         assert housed, "slots without pages"
         assert not any(r.pages or r.row for r in self.waiting), "a waiting request holds something"
@@ -338,7 +419,8 @@ def _take_holdings(request: Request) -> None:
 
 
 def _forget_progress(request: Request) -> None:
-    """Its tokens are all that it has: keys and values are computed again, and evicted from again."""
+    """Its tokens are all that it has: keys and values are computed again, and evicted
+    from again."""
     request.num_computed = 0
     request.cached_length = 0
     request.trace = []

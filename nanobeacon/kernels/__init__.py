@@ -20,12 +20,22 @@ def choose(device: torch.device | str, head_dim: int, page_size: int) -> ModuleT
     shape allows it (head dim a multiple of 16 up to 256, page size a power of two); the reference
     everywhere else."""
     device = torch.device(device)
-    fits = head_dim % 16 == 0 and 16 <= head_dim <= 256 and page_size & (page_size - 1) == 0
-    if device.type == "cuda":  # bf16 products need sm_80 on NVIDIA
-        fits = fits and (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0))
-    else:
-        fits = fits and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return triton_kernels() if fits and find_spec("triton") else reference
+    # 1. Triton's tiles are powers of two, and its products want 16 values at least.
+    head_fits = head_dim % 16 == 0 and 16 <= head_dim <= 256
+    page_fits = page_size & (page_size - 1) == 0
+    if not (head_fits and page_fits and can_run_triton(device)):
+        return reference
+    # 2. It is there on Linux only.
+    return triton_kernels() if find_spec("triton") else reference
+
+
+def can_run_triton(device: torch.device) -> bool:
+    """Whether Triton could compile for this device, or interpret its kernels there."""
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return True
+        return torch.cuda.get_device_capability(device) >= (8, 0)  # bf16 products need sm_80
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def triton_kernels() -> SimpleNamespace:

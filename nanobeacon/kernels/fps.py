@@ -1,9 +1,12 @@
-"""Farthest point sampling in Triton, in place: `reduce` for query buffer rows, `reduce_chunks` for the prompt
-chunks that come to them; the twins in `reference`.
+"""Farthest point sampling in Triton, in place: `reduce` for query buffer rows, `reduce_chunks` for
+the prompt chunks that come to them; the twins in `reference`. METHOD.md has the algorithm.
 
-Knows vectors only: nothing of tokens, RoPE or schedules. A buffer of up to 64 rows fits a tile: one product
-gives all cosines, and the picks need that small matrix only. A prompt chunk does not fit: every pick is one
-more pass over its vectors, which stay in the L2 cache.
+Knows vectors only: nothing of tokens, RoPE or schedules.
+
+* A buffer of up to 64 rows fits a tile: one product gives all cosines, and the picks need that
+  small matrix only.
+* A prompt chunk does not fit: every pick is one more pass over its vectors, which stay in the L2
+  cache.
 """
 
 import torch
@@ -18,17 +21,23 @@ LARGEST_TILE = 64  # rows of a query buffer up to which `reduce` keeps all cosin
 
 @triton.jit
 def lowest(values, index, TIE: tl.constexpr):
-    """The lowest index among the values within TIE of the minimum."""
-    return tl.min(tl.where(values <= tl.min(values, 0) + TIE, index, 2147483647), 0)
+    """The lowest index among the values within TIE of the minimum: of equals the first counts."""
+    equals = values <= tl.min(values, 0) + TIE
+    return tl.min(tl.where(equals, index, 2147483647), 0)
 
 
 @triton.jit
 def reduce_kernel(
     buffer, positions, rows, counts, C, m,
-    D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, PICKS: tl.constexpr, STEP: tl.constexpr,
-    TIE: tl.constexpr,
+    D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
+    PICKS: tl.constexpr, STEP: tl.constexpr, TIE: tl.constexpr,
 ):  # fmt: skip
-    """Program (layer and head, request): FPS on the [C, D] rows of one head, then their compaction."""
+    """Program (layer and head, request): FPS on the [C, D] rows of one head, then their compaction.
+
+    m of the first `counts` rows stay. DIMS, ROWS and PICKS are D, C and m rounded up to powers
+    of two; STEP: values of a row that one product takes. Nothing happens where no more than m
+    rows are used."""
+    # 1. The buffer row of this request, layer and head.
     count = tl.load(counts + tl.program_id(1))
     if count <= m:
         return
@@ -36,10 +45,12 @@ def reduce_kernel(
     base = (row_of_heads + tl.program_id(0)) * C
     buffer += base * D
     positions += base
-    row, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
     valid = row < count
 
-    # Products of two bf16 are exact in float32, so the norms can wait: they stand on the diagonal.
+    # 2. All cosines [ROWS, ROWS]. Products of two bf16 are exact in float32, so the norms can wait:
+    #    they stand on the diagonal.
     products = tl.zeros([ROWS, ROWS], tl.float32)
     for first in tl.static_range(0, DIMS, STEP):
         part = first + tl.arange(0, STEP)
@@ -49,20 +60,29 @@ def reduce_kernel(
     diagonal = tl.where(row[:, None] == row[None, :], products, 0.0)
     column_scale = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(diagonal, 0)), 1e-12)
     row_scale = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(diagonal, 1)), 1e-12)
+    # A zero query has cosine 0 to everything (METHOD.md).
     cosines = products * column_scale[None, :] * row_scale[:, None]
 
-    column, place = tl.arange(0, ROWS), tl.arange(0, PICKS)
+    # 3. The first pick: the query whose mean cosine to all is smallest. The sum needs no mask:
+    #    rows that are not used are zero.
+    column = tl.arange(0, ROWS)
+    place = tl.arange(0, PICKS)
     in_use = column < count
     pick = lowest(tl.where(in_use, tl.sum(cosines, 0) / count, float("inf")), column, TIE)
     picks = tl.where(place == 0, pick, 0)
+
+    # 4. The others: `nearest` is each query's cosine to the nearest pick, and the query for which
+    #    it is smallest is the one that the picks represent worst.
     nearest = tl.where(in_use, float("-inf"), float("inf"))
     for i in range(1, m):
-        nearest = tl.maximum(nearest, tl.sum(tl.where(row[:, None] == pick, cosines, 0.0), 0))
+        to_pick = tl.sum(tl.where(row[:, None] == pick, cosines, 0.0), 0)
+        nearest = tl.maximum(nearest, to_pick)
         nearest = tl.where(column == pick, float("inf"), nearest)  # picked once, never again
         pick = lowest(nearest, column, TIE)
         picks = tl.where(place == i, pick, picks)
 
-    # Pick order is no ascending order: every picked row is read before any is written, by all threads.
+    # 5. The picks take the first rows. Pick order is no ascending order: every picked row is read
+    #    before any is written, by all threads.
     picked = place < m
     mask = picked[:, None] & (dim < D)[None, :]
     kept = tl.load(buffer + picks[:, None] * D + dim[None, :], mask=mask, other=0.0)
@@ -74,7 +94,8 @@ def reduce_kernel(
 
 @triton.jit
 def addresses(buffer, new, held, index, D: tl.constexpr):
-    """Where query `index` of a pool begins: those that the row holds come first, then the chunk's."""
+    """Where query `index` of those that compete begins: those that the row holds come first, then
+    the chunk's."""
     return tl.where(index < held, buffer + index * D, new + (index - held) * D)
 
 
@@ -82,18 +103,22 @@ def addresses(buffer, new, held, index, D: tl.constexpr):
 def reduce_chunks_kernel(
     buffer, positions, new, new_positions, chunks, scales, nearest,
     row_slots, tokens, longest, C, m,
-    D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr, PICKS: tl.constexpr,
-    TIE: tl.constexpr,
+    D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr,
+    PICKS: tl.constexpr, TIE: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, chunk): FPS on what the row holds and the chunk brings, then the recents behind it.
+    """Program (head, chunk): FPS on what the row holds and the chunk brings, then the
+    recents behind it.
 
-    `scales` (1 / norm) and `nearest` (cosine to the nearest pick) are scratch [chunks, H, longest]; ALL is
-    `longest` rounded up. Barriers part what one thread writes from what another reads."""
+    `chunks` int32 [chunks, 6], its columns as `reference.reduce_chunks` has them. `scales` (1 / norm)
+    and `nearest` (cosine to the nearest pick) are scratch, float32 [chunks, H, longest]; ALL is
+    `longest` rounded up to a power of two. Barriers part what one thread writes from what another
+    reads."""
     head = tl.program_id(0).to(tl.int64)
     heads = tl.num_programs(0)
     chunk = tl.program_id(1).to(tl.int64)
 
-    # 1. The chunk's numbers, and where its row, its queries and its scratch lie.
+    # 1. The chunk's numbers (`observation.Chunk`), and where its row, its queries and its scratch
+    #    lie. `new` is [H, tokens, D] of the whole step, whose token `first` is this chunk's first.
     chunks += chunk * 6
     row = tl.load(chunks).to(tl.int64)
     first = tl.load(chunks + 1)
@@ -109,15 +134,18 @@ def reduce_chunks_kernel(
     scales += (chunk * heads + head) * longest
     nearest += (chunk * heads + head) * longest
 
+    # 2. Which queries compete: `held` ones of the row, then `candidates` of the chunk. Where there
+    #    are not more than m, all of them stay, in order.
     dim = tl.arange(0, DIMS)
     tile = tl.arange(0, TILE)
     every = tl.arange(0, ALL)
     place = tl.arange(0, PICKS)
     in_head = dim < D
     count = held + candidates
-    picks = place  # where there are not more than m: all, in order
+    picks = place
     if (candidates > 0) & (count > m):
-        # 2. The lengths of all queries, and their mean direction.
+        # 3. The lengths of all queries, and their mean direction: the mean of a query's cosines to
+        #    all is its cosine to that, so no matrix of them is needed.
         towards = tl.zeros([DIMS], tl.float32)
         for start in range(0, count, TILE):
             index = start + tile
@@ -131,8 +159,8 @@ def reduce_chunks_kernel(
         towards = towards / count
         tl.debug_barrier()
 
-        # 3. One pass a pick: cosines towards the mean direction choose the first, those towards the newest
-        #    pick update `nearest`, and the query whose nearest pick is farthest is the next.
+        # 4. One pass a pick: cosines towards the mean direction choose the first, those towards the
+        #    newest pick update `nearest`, and the query whose nearest pick is farthest is the next.
         pick = -1
         for i in range(m):
             for start in range(0, count, TILE):
@@ -143,19 +171,23 @@ def reduce_chunks_kernel(
                 vectors = tl.load(source[:, None] + dim[None, :], mask=mask, other=0.0).to(tl.float32)
                 scale = tl.load(scales + index, mask=inside, other=0.0)
                 cosine = tl.sum(vectors * towards[None, :], 1) * scale
-                # The similarity to the mean has had its say with the first pick.
+                # The similarity to the mean has had its say with the first pick: it is not among
+                # those that `nearest` remembers.
                 before = tl.load(nearest + index, mask=inside & (i > 1), other=float("-inf"))
                 cosine = tl.maximum(cosine, before)
                 cosine = tl.where(index == pick, float("inf"), cosine)  # picked once, never again
                 tl.store(nearest + index, cosine, mask=inside)
             tl.debug_barrier()
-            pick = lowest(tl.load(nearest + every, mask=every < count, other=float("inf")), every, TIE)
+            to_nearest = tl.load(nearest + every, mask=every < count, other=float("inf"))
+            pick = lowest(to_nearest, every, TIE)
             picks = tl.where(place == i, pick, picks)
             source = addresses(buffer, new, held, pick, D)
-            towards = tl.load(source + dim, mask=in_head, other=0.0).to(tl.float32) * tl.load(scales + pick)
+            picked_vector = tl.load(source + dim, mask=in_head, other=0.0).to(tl.float32)
+            towards = picked_vector * tl.load(scales + pick)
             tl.debug_barrier()
 
-    # 4. The picks take the first slots. One may lie where another goes: all are read before any is written.
+    # 5. The picks take the first slots. One may lie where another goes: all are read before any is
+    #    written.
     if candidates > 0:
         picked = place < kept
         mask = picked[:, None] & in_head[None, :]
@@ -165,9 +197,10 @@ def reduce_chunks_kernel(
         new_at = tl.load(new_positions + picks - held, mask=picked & (picks >= held), other=0)
         tl.debug_barrier()
         tl.store(buffer + place[:, None] * D + dim[None, :], rows, mask=mask)
-        tl.store(positions + place, tl.where(picks < held, held_at, new_at.to(tl.int32)), mask=picked)
+        picked_at = tl.where(picks < held, held_at, new_at.to(tl.int32))
+        tl.store(positions + place, picked_at, mask=picked)
 
-    # 5. What came after the freeze is a recent.
+    # 6. What came after the freeze is a recent: it stands behind the picks, in order.
     for start in range(0, recents, TILE):
         index = start + tile
         inside = index < recents
@@ -181,35 +214,51 @@ def reduce_chunks_kernel(
 
 
 def reduce_chunks(
-    buffer: Tensor, positions: Tensor, new: Tensor, new_positions: Tensor, chunks: Tensor, m: int,
-    longest: int,
+    buffer: Tensor, positions: Tensor, new: Tensor, new_positions: Tensor,
+    chunks: Tensor, m: int, longest: int,
 ) -> None:  # fmt: skip
-    """As `reference.reduce_chunks`; the last two dimensions of `buffer` must lie together."""
+    """As `reference.reduce_chunks`; `buffer` and `positions` may be one layer of all, but the
+    heads, slots and values of a row must lie together."""
     heads, tokens, head_dim = new.shape
     capacity = buffer.shape[2]
     row_slots = positions.stride(0)
-    assert buffer.stride(0) == row_slots * head_dim and buffer.stride(1) == capacity * head_dim
-    scratch = torch.empty(2, len(chunks), heads, longest, dtype=torch.float32, device=new.device)
-    scales, nearest = scratch
+    assert buffer.stride(0) == row_slots * head_dim, "rows of vectors and of positions lie alike"
+    assert buffer.stride(1) == capacity * head_dim, "the slots of a head lie together"
+    # Scratch that only the programs themselves write and read.
+    scales = torch.empty(len(chunks), heads, longest, dtype=torch.float32, device=new.device)
+    nearest = torch.empty_like(scales)
     reduce_chunks_kernel[(heads, len(chunks))](
         buffer, positions, new, new_positions, chunks, scales, nearest,
         row_slots, tokens, longest, capacity, m,
-        D=head_dim, DIMS=triton.next_power_of_2(head_dim), TILE=64, ALL=triton.next_power_of_2(longest),
-        PICKS=triton.next_power_of_2(m), TIE=reference.TIE, num_warps=8,
+        D=head_dim, DIMS=triton.next_power_of_2(head_dim), TILE=64,
+        ALL=triton.next_power_of_2(longest), PICKS=triton.next_power_of_2(m), TIE=reference.TIE,
+        num_warps=8,
     )  # fmt: skip
 
 
 def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: int) -> None:
-    """As `reference.reduce`. A buffer of more than LARGEST_TILE rows goes to the reference."""
+    """As `reference.reduce`, on a contiguous buffer. One of more than LARGEST_TILE slots a head
+    goes to the reference."""
     _, layers, heads, capacity, head_dim = buffer.shape
+    # 1. Where nothing can be reduced, or no tile is large enough.
     if capacity <= m or m == 0:
         return
     if capacity > LARGEST_TILE:
-        return reference.reduce(buffer, positions, rows, counts, m)
-    dims, tile_rows = triton.next_power_of_2(head_dim), max(16, triton.next_power_of_2(capacity))
-    exact = buffer.element_size() > 2  # float32 products use no tensor cores and want more registers
+        reference.reduce(buffer, positions, rows, counts, m)
+        return
+
+    # 2. A tile of all rows of a head. Float32 products use no tensor cores and want more registers,
+    #    so they take fewer values at a time, by more threads; so does a large tile.
+    dims = triton.next_power_of_2(head_dim)
+    tile_rows = max(16, triton.next_power_of_2(capacity))
+    is_float32 = buffer.element_size() > 2
+    step = min(dims, 32 if is_float32 else 64)
+    warps = 4 if is_float32 or tile_rows > 32 else 1
+
+    # 3. One program for each request, layer and head.
     reduce_kernel[(layers * heads, len(rows))](
-        buffer, positions, rows, counts, capacity, m, D=head_dim, DIMS=dims, ROWS=tile_rows,
-        PICKS=triton.next_power_of_2(m), STEP=min(dims, 32 if exact else 64), TIE=reference.TIE,
-        num_warps=4 if exact or tile_rows > 32 else 1,
+        buffer, positions, rows, counts, capacity, m,
+        D=head_dim, DIMS=dims, ROWS=tile_rows,
+        PICKS=triton.next_power_of_2(m), STEP=step, TIE=reference.TIE,
+        num_warps=warps,
     )  # fmt: skip

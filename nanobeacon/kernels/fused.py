@@ -19,7 +19,10 @@ TILE = 1024  # outputs of one program of `silu_mul`
 
 @triton.jit
 def add_rms_norm_kernel(hidden, update, scale, eps, out, N, WIDTH: tl.constexpr, ADD: tl.constexpr):
-    """Program (token). WIDTH is N rounded up to a power of two."""
+    """Program (token): hidden float32 [T, N] takes `update` [T, N] where ADD; out [T, N]
+    gets its norm.
+
+    WIDTH is N rounded up to a power of two; `eps` is float32 [1], on the device."""
     column = tl.arange(0, WIDTH)
     inside = column < N
     row = tl.program_id(0).to(tl.int64) * N + column
@@ -39,7 +42,7 @@ def add_rms_norm_kernel(hidden, update, scale, eps, out, N, WIDTH: tl.constexpr,
 
 
 def add_rms_norm(hidden: Tensor, update: Tensor | None, scale: Tensor, eps: Tensor) -> Tensor:
-    """As `reference.add_rms_norm`."""
+    """As `reference.add_rms_norm`. A row of more than LARGEST_ROW values goes to the reference."""
     tokens, size = hidden.shape
     if size > LARGEST_ROW:
         return reference.add_rms_norm(hidden, update, scale, eps)
@@ -54,7 +57,8 @@ def add_rms_norm(hidden: Tensor, update: Tensor | None, scale: Tensor, eps: Tens
 
 @triton.jit
 def silu_mul_kernel(gate_up, out, M, TILE: tl.constexpr):
-    """Program (token, tile of the outputs)."""
+    """Program (token, tile of the M outputs): gate_up [T, 2M], the gates first; out [T, M]. The
+    arithmetic is float32, rounded once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < M
@@ -66,7 +70,9 @@ def silu_mul_kernel(gate_up, out, M, TILE: tl.constexpr):
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """As `reference.silu_mul`."""
-    tokens, size = len(gate_up), gate_up.shape[1] // 2
+    tokens = len(gate_up)
+    size = gate_up.shape[1] // 2
     out = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    silu_mul_kernel[(tokens, triton.cdiv(size, TILE))](gate_up, out, size, TILE=TILE, num_warps=4)
+    grid = (tokens, triton.cdiv(size, TILE))
+    silu_mul_kernel[grid](gate_up, out, size, TILE=TILE, num_warps=4)
     return out

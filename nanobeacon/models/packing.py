@@ -44,9 +44,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x float32 [T, inputs] -> float32 [T, outputs]."""
+        # 1. The inputs of the packed blocks, and the last ones, which are multiplied in float32.
         tail = None
         if self.rest is not None:
-            x, tail = x.split((x.shape[1] - len(self.rest), len(self.rest)), dim=1)
+            in_tail = len(self.rest)
+            x, tail = x.split((x.shape[1] - in_tail, in_tail), dim=1)
+        # 2. Block by block; one block is the answer without a copy.
         if len(self.blocks) == 1:
             out = MULTIPLY(x, self.blocks[0])
         else:
@@ -71,19 +74,27 @@ def packed(linear: Linear) -> PackedLinear | Linear:
         """An empty parameter in float32, where the activations of a packed model live."""
         return weight(*shape, dtype=torch.float32, device=matrix.device)
 
-    if not all(part.abs().max() <= torch.finfo(torch.float16).max for part in parts):
+    # 1. NaN compares with nothing, so a matrix that has one stays unpacked too.
+    largest = torch.finfo(torch.float16).max
+    if not all(part.abs().max() <= largest for part in parts):
         biases = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return Linear(wide(outputs, inputs).copy_(matrix), biases)
 
-    together, rest = inputs, None
+    # 2. How many inputs go into the packed blocks; a few beyond a multiple of PADDING may
+    #    stay apart.
+    together = inputs
+    rest = None
     past = inputs % PADDING
     if len(parts) > 1 and inputs > PADDING and 0 < past <= PADDING // 2:
-        together = inputs - past  # what is past takes less as float32 than padded
+        # what is past takes less as float32 than padded
+        together = inputs - past
         rest = wide(past, outputs).copy_(matrix[:, together:].T)
+    # 3. Block by block, so that little of the matrix exists in float32 at a time.
     blocks = []
     for part in parts:
-        part = wide(len(part), together).copy_(part[:, :together])
-        blocks.append(torch.ops.quantized.linear_prepack_fp16(part, None))
+        in_float32 = wide(len(part), together).copy_(part[:, :together])
+        blocks.append(torch.ops.quantized.linear_prepack_fp16(in_float32, None))
+        del in_float32  # before the next block is made
     return PackedLinear(blocks, rest, bias)
 
 
@@ -94,13 +105,16 @@ def pack(model: Decoder, rows: Callable[[Tensor], Tensor] | None = None) -> None
     memory twice."""
     if model.kernels is not reference or not packing_pays(model.held, model.device):
         return  # Triton's kernels, interpreted on a CPU, want q and the cache in one dtype
+    # 1. The matrices.
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Linear):
                 setattr(module, name, packed(child))
+    # 2. The embedding, which a tied head has packed.
     if model.config.tied and rows is not None:
         model.embedding = None
         model.rows = rows
+    # 3. The scales of the norms follow the activations.
     for parameter in model.parameters():
-        if parameter.dim() == 1:  # the scales of the norms
+        if parameter.dim() == 1:
             parameter.data = parameter.data.float()
