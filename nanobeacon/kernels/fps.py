@@ -197,8 +197,9 @@ def reduce_chunks_kernel(
         new_at = tl.load(new_positions + picks - held, mask=picked & (picks >= held), other=0)
         tl.debug_barrier()
         tl.store(buffer + place[:, None] * D + dim[None, :], rows, mask=mask)
+        target = positions + place
         picked_at = tl.where(picks < held, held_at, new_at.to(tl.int32))
-        tl.store(positions + place, picked_at, mask=picked)
+        tl.store(target, picked_at, mask=picked)
 
     # 6. What came after the freeze is a recent: it stands behind the picks, in order.
     for start in range(0, recents, TILE):
