@@ -1,7 +1,9 @@
 """`Batch`: the tensors of one forward pass, built from the scheduler's plan.
 
-Knows where tokens go: positions by logical lengths, slots and cached lengths by physical ones, only here. All
-numbers of a step are gathered in columns on the host and reach the device in one copy."""
+Knows where tokens go: positions by logical lengths, slots and cached lengths by physical ones, only
+here. All numbers of a step are gathered in columns on the host and reach the device in one copy.
+Knows nothing of weights, of what attention does with these numbers, or of who was chosen and why.
+"""
 
 from array import array
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from .request import Request, SamplingParams
 from .scheduler import Plan
 
 WORD = 8  # bytes of an int64; every column begins at a multiple of it
-INT32 = ("cached_lengths", "cu_seqlens", "new_pages", "chunk_table")  # columns of this type; others are int64
+# columns that kernels want as int32; the others are int64, torch's type of an index
+INT32 = ("cached_lengths", "cu_seqlens", "new_pages", "chunk_table")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Batch:
     rows: Tensor  # int64 [R]: their lines of the cache's page table
     max_query_length: int
     max_cached_length: int
-    runs: list[int | None] | None  # first slot of each request whose pages are one run; CPU only
+    # first slot of each request whose pages are one run, None for the others; CPU only
+    runs: list[int | None] | None
     observation: Observation
 
     @staticmethod
@@ -42,19 +46,30 @@ class Batch:
         onto: where on the device the numbers go, int64; None: to a place of their own."""
         requests = plan.requests
         device = cache.keys.device
-        grown = [request for request in requests if request.pages_sent != len(request.pages)]
-        # 1. Columns on the host. Their lengths follow from the plan's, those of new pages come last.
-        columns = _one_token_each(plan, cache.page_size) if plan.one_each else _tokens(plan, cache.page_size)
-        cached_lengths = [r.cached_length + n for r, n in zip(requests, plan.lengths, strict=True)]
+        # 1. Tokens: what they are, and where they go.
+        if plan.one_each:
+            columns = _one_token_each(plan, cache.page_size)
+        else:
+            columns = _tokens(plan, cache.page_size)
+        # 2. Requests: how much they have cached once this is stored, and who they are.
+        cached_lengths = []
+        for request, length in zip(requests, plan.lengths, strict=True):
+            cached_lengths.append(request.cached_length + length)
         columns["cached_lengths"] = cached_lengths
         columns["rows"] = [request.row for request in requests]
+        # 3. Queries: which of them stay.
         chunks, observed = queries.plan(plan)
-        columns |= observed
-        columns |= _new_pages(grown, cache.page_table.shape[1])
-        # 2. One copy.
+        columns.update(observed)
+        # 4. New pages. They come last: the lengths of all columns before follow from the plan's, so
+        #    that a recorded step finds these at the same places each time.
+        grown = [request for request in requests if request.pages_sent != len(request.pages)]
+        columns.update(_new_pages(grown, cache.page_table.shape[1]))
+        # 5. One copy, and the new pages from there into the page table.
         sent = send(columns, device, onto)
-        # 3. New pages into the page table.
         _into_page_table(grown, sent, cache)
+        runs = None
+        if device.type == "cpu":
+            runs = _runs(requests, cache.page_size)
         return Batch(
             token_ids=sent["token_ids"],
             positions=sent["positions"],
@@ -65,17 +80,19 @@ class Batch:
             rows=sent["rows"],
             max_query_length=max(plan.lengths),
             max_cached_length=max(cached_lengths),
-            runs=_runs(requests, cache.page_size) if device.type == "cpu" else None,
+            runs=runs,
             observation=Observation.of(chunks, sent),
         )
 
 
 def _one_token_each(plan: Plan, page_size: int) -> Columns:
-    """The columns of tokens in the common decode step, one column at a time: that is a third of the time."""
+    """The columns of tokens in the common decode step, one column at a time.
+
+    `_tokens` gives the same, one request at a time, and takes three times as long."""
     requests = plan.requests
     # 1. Logical: the last token, at the next position, which lies behind the prompt.
     positions = [request.num_computed for request in requests]
-    token_ids = [request.token(position) for request, position in zip(requests, positions, strict=True)]
+    token_ids = [request.token(request.num_computed) for request in requests]
     # 2. Physical: into the slot behind what is cached.
     slots = []
     for request in requests:
@@ -91,7 +108,7 @@ def _one_token_each(plan: Plan, page_size: int) -> Columns:
 
 
 def _tokens(plan: Plan, page_size: int) -> Columns:
-    """The columns of tokens where requests compute several."""
+    """The columns of tokens where requests compute several: prompts, and given outputs."""
     token_ids: list[int] = []
     positions: list[int] = []
     rope_lengths: list[int] = []
@@ -101,14 +118,16 @@ def _tokens(plan: Plan, page_size: int) -> Columns:
         # 1. Logical: which tokens, at which positions.
         start = request.num_computed
         new_positions = range(start, start + length)
-        prompt = len(request.prompt_token_ids)
         token_ids += request.tokens(start, start + length)
         positions += new_positions
+        # A prompt counts as a whole for a dynamic RoPE, whichever chunk of it is read.
+        prompt = len(request.prompt_token_ids)
         rope_lengths += [max(prompt, position + 1) for position in new_positions]
         # 2. Physical: into which slots, behind what is cached.
         held = request.cached_length
-        pages = request.pages
-        slots += [pages[s // page_size] * page_size + s % page_size for s in range(held, held + length)]
+        for cached in range(held, held + length):
+            page, offset = divmod(cached, page_size)
+            slots.append(request.pages[page] * page_size + offset)
         cu_seqlens.append(len(token_ids))
     return {
         "token_ids": token_ids,
@@ -131,6 +150,7 @@ def _new_pages(requests: list[Request], table_width: int) -> Columns:
 
 
 def _into_page_table(requests: list[Request], sent: dict[str, Tensor], cache: KVCache) -> None:
+    """Write what `_new_pages` gathered of these requests, and remember that it is known now."""
     if not requests:
         return
     cache.page_table.view(-1)[sent["page_places"]] = sent["new_pages"]
@@ -148,13 +168,14 @@ def write_pages(requests: list[Request], cache: KVCache) -> None:
 def send(columns: Columns, device: torch.device, onto: Tensor | None = None) -> dict[str, Tensor]:
     """The columns on a device, in one copy: int32 those named in INT32, the others int64.
 
-    They are views of one tensor, and of `onto` where that is given."""
+    They are views of one tensor, and of `onto` [n] int64 where that is given, from its beginning."""
     # 1. One behind the other on the host, each rounded up to whole words.
     data = bytearray()
     words = []
     for name, values in columns.items():
         before = len(data)
-        data += array("i" if name in INT32 else "q", values).tobytes()
+        kind = "i" if name in INT32 else "q"
+        data += array(kind, values).tobytes()
         data += bytes(-len(data) % WORD)
         words.append((len(data) - before) // WORD)
     host = torch.frombuffer(data, dtype=torch.int64)
@@ -174,14 +195,20 @@ def send(columns: Columns, device: torch.device, onto: Tensor | None = None) -> 
 
 
 def _runs(requests: list[Request], page_size: int) -> list[int | None]:
-    """For a CPU, which reads pages that lie behind each other as a view, without a gather: the first slot of
-    each such request, None for the others."""
-    return [r.pages[0] * page_size if r.one_run else None for r in requests]
+    """For a CPU, which reads pages that lie behind each other as a view, without a gather: the first
+    slot of each such request, None for the others."""
+    runs: list[int | None] = []
+    for request in requests:
+        first_slot = request.pages[0] * page_size if request.one_run else None
+        runs.append(first_slot)
+    return runs
 
 
 def padding_request(tokens: int, page_size: int, cached: int = 0) -> Request:
-    """Nobody's request: it reads so many tokens behind a prompt of so many cached ones, all on the scratch
-    page and in the scratch row, where nobody looks. It fills up a batch, and warms kernels up."""
+    """Nobody's request, which fills up a batch and warms kernels up.
+
+    It reads so many tokens behind a prompt of so many cached ones, all on the scratch page and in
+    the scratch row, where nobody looks."""
     request = Request(0, [0] * cached, SamplingParams(), max_tokens=1, protected=1)
     request.output_token_ids = [0] * tokens
     request.pages = [0] * -(-(cached + tokens) // page_size)

@@ -27,7 +27,7 @@ class DeviceClock:
         return self._mark() if self.on_gpu else time.perf_counter()
 
     def end(self, began: Moment) -> None:
-        """After it: count what was done or launched since. A piece without an end does not count."""
+        """After it: count what was done or launched since; without it nothing is counted."""
         if self.on_gpu:
             self._pieces.append((began, self._mark()))
         else:

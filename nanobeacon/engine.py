@@ -233,7 +233,7 @@ class Engine:
         forced: list[int] | None = None,
         on_logits: Listener | None = None,
     ) -> list[Request]:
-        """Queue the n completions of a prompt; one that cannot run comes back finished, with `error`.
+        """Queue the n completions of a prompt; one that cannot run comes back ended, with `error`.
 
         forced: an output that is given instead of sampled, token ids. on_logits: called for each
         output token with how many came before it and its raw logits, float32 [V]."""
@@ -362,7 +362,7 @@ class Engine:
         if self.graphs is not None and plan.one_each:
             recorded = self.graphs(plan)
         if recorded is not None:
-            observation = Observation()  # a decode step stores its queries as it goes
+            observation = Observation()  # the recording has stored its queries; it has no chunk
         else:
             batch = Batch.build(plan, self.cache, self.queries)
             hidden = self.model(batch, self.cache, self.queries)
@@ -405,20 +405,20 @@ class Engine:
 
         takers: (request, which of the T tokens it follows). Logits are held of `logit_rows` rows at
         a time: given outputs have many, and a row is as long as the vocabulary."""
-        every_token = list(range(len(hidden)))
+        every_token = range(len(hidden))
         for first in range(0, len(takers), self.logit_rows):
             some = takers[first : first + self.logit_rows]
             requests = [request for request, _ in some]
             index = [token for _, token in some]
             answering = hidden  # as it is where each token has one answer: the common decode step
-            if index != every_token:
+            if index != list(every_token):
                 answering = hidden[torch.tensor(index, device=hidden.device)]
             logits = self.model.logits(answering, self.vocabulary)
             answers = Answers(logits, best_tokens(logits))
             take_tokens(requests, answers, self.group, self._close)
 
     def _remember(self, plan: Plan) -> None:
-        """Make the pages that a step has filled known to the prefix cache; at a border, queries too."""
+        """Make pages that a step has filled known to the prefix cache; at a border queries too."""
         prefix = self.scheduler.prefix
         if prefix is None:
             return

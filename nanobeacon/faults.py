@@ -29,11 +29,11 @@ class Progress:
         """What the requests of a plan have reached before their step begins."""
         requests = plan.requests
         return Progress(
-            requests,
-            [request.num_computed for request in requests],
-            [request.cached_length for request in requests],
-            [request.buffer_count for request in requests],
-            [len(request.output_token_ids) for request in requests],
+            requests=requests,
+            num_computed=[request.num_computed for request in requests],
+            cached_length=[request.cached_length for request in requests],
+            buffer_count=[request.buffer_count for request in requests],
+            num_output=[len(request.output_token_ids) for request in requests],
         )
 
     def answered(self) -> bool:
@@ -44,16 +44,18 @@ class Progress:
     def restore(self) -> None:
         """Back to where those that still run stood."""
         for i, request in enumerate(self.requests):
-            if request.finish_reason is None:
-                request.num_computed = self.num_computed[i]
-                request.cached_length = self.cached_length[i]
-                request.buffer_count = self.buffer_count[i]
-                del request.logprobs[self.num_output[i] :]
+            if request.finish_reason is not None:
+                continue
+            request.num_computed = self.num_computed[i]
+            request.cached_length = self.cached_length[i]
+            request.buffer_count = self.buffer_count[i]
+            # There is one for each output token; the step may have failed between the two.
+            del request.logprobs[self.num_output[i] :]
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Python's, the GPU's, and those that torch and CUDA's libraries raise as a RuntimeError
-    of some text."""
+    """Whether memory is what was missing: Python's error, the GPU's, and those that torch and CUDA's
+    libraries raise as a RuntimeError of some text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     said = ("can't allocate memory", "out of memory", "ALLOC_FAILED")

@@ -1,7 +1,10 @@
-"""CUDA graphs of the decode step, one per batch bucket: a step is then one launch instead of hundreds.
+"""CUDA graphs of the decode step, one per batch bucket: a step is then one launch, not hundreds.
 
-Knows how a batch is built, and that nobody's rows write to page 0 and buffer row 0; no prefill, no sampling
-but the greedy token."""
+A graph repeats the same kernels on the same memory. So a batch is filled up with nobody's requests
+to the next size that is recorded, and its numbers are copied to where the recording reads them.
+Knows how a batch is built, and that nobody's rows write to page 0 and buffer row 0. Knows nothing
+of prefill, nor of sampling but for the greedy token.
+"""
 
 import logging
 from collections.abc import Callable
@@ -23,19 +26,27 @@ from .scheduler import Plan
 
 log = logging.getLogger("nanobeacon")
 Replay = Callable[[], Tensor]
-ROOM = 24  # int64 numbers that a decode step has of each request, at most: 7 of the batch, 9 of copies of its
+# int64 numbers that a decode step has of each request, at most: 7 of the batch, 9 of copies of its
 # queries and, half of them int32, 2 of a new page
+ROOM = 24
 
 
 def buckets(max_num_seqs: int) -> list[int]:
-    """Batch sizes that get a graph: every size from 1 to the maximum fits one of them."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 32), max_num_seqs]
+    """Batch sizes that get a graph: every size from 1 to the maximum fits one of them.
+
+    Close together where batches are small: there a row of nobody's is a large share of the step."""
+    small = [1, 2, 4]
+    medium = list(range(8, 64, 8))
+    large = list(range(64, max_num_seqs, 32))
+    sizes = small + medium + large + [max_num_seqs]
     return sorted({size for size in sizes if size <= max_num_seqs})
 
 
 def can_record(model: Decoder) -> bool:
-    """Whether the model's decode step fits a graph. The reference kernels do not: they read the device. A
-    group does not: a recording that fails on one member alone would part it from the others."""
+    """Whether the model's decode step fits a graph.
+
+    That of the reference kernels does not: they read the device. That of a group does not: a
+    recording that fails on one member alone would part it from the others."""
     on_gpu = model.device.type == "cuda" and model.kernels is not reference
     return on_gpu and model.group.size == 1
 
@@ -43,13 +54,14 @@ def can_record(model: Decoder) -> bool:
 class Recorder:
     """Records work on one CUDA device, on a stream and in a memory pool of its own.
 
-    Not on the stream that `torch.cuda.graph` takes by itself: the process has one of these, on whatever
-    device came first, and on another device it would record nothing."""
+    Not on the stream that `torch.cuda.graph` takes by itself: the process has one of these, on
+    whatever device came first, and on another device it would record nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()  # what one recording needs only meanwhile, the next reuses
+        # one for all recordings: what one needs only meanwhile, the next reuses
+        self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Replay) -> Replay:
         """What replays `forward`, and returns the same tensor each time.
@@ -58,7 +70,10 @@ class Recorder:
         before = torch.cuda.current_stream(self.device)
         graph = torch.cuda.CUDAGraph()
         recording = torch.cuda.graph(
-            graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            graph,
+            pool=self.pool,
+            stream=self.stream,
+            capture_error_mode="thread_local",
         )
         self.stream.wait_stream(before)
         try:
@@ -80,13 +95,21 @@ class Recorder:
 
 
 class DecodeGraphs:
-    """Runs decode steps through recordings, from a step's numbers, which reach the inputs in one copy, to the
-    greedy tokens. `record`: a `Recorder`, or a test's stand-in."""
+    """Runs decode steps through recordings: from a step's numbers, which reach the inputs in one copy,
+    to the greedy tokens."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, queries: QueryBuffer, max_num_seqs: int, max_cached_length: int,
-        vocabulary: int, record: Callable[[Replay], Replay],
-    ) -> None:  # fmt: skip
+        self,
+        model: Decoder,
+        cache: KVCache,
+        queries: QueryBuffer,
+        max_num_seqs: int,
+        max_cached_length: int,
+        vocabulary: int,
+        record: Callable[[Replay], Replay],
+    ) -> None:
+        """max_cached_length: tokens, for which attention is launched whatever a batch has.
+        vocabulary: logits in a row. record: a `Recorder`, or a test's stand-in."""
         self.model = model
         self.cache = cache
         self.queries = queries
@@ -103,13 +126,17 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def record_all(self, progress: bool = False) -> None:
-        """Record every bucket, the largest first: the smaller ones find their memory in what it took.
+        """Record every bucket, the largest first: smaller ones find their memory in what it took.
 
         A bucket that cannot be recorded is left out, with one warning for all of these."""
         failures: dict[int, RuntimeError] = {}
         off = None if progress else True  # tqdm's None: off where stderr is no terminal
-        for size in tqdm(self.buckets[::-1], desc="recording CUDA graphs", leave=False, disable=off):
-            inputs = replace(self._batch([], size), max_cached_length=self.max_cached_length, runs=None)
+        largest_first = self.buckets[::-1]
+        for size in tqdm(largest_first, desc="recording CUDA graphs", leave=False, disable=off):
+            # 1. Inputs of nobody's requests, that launch for as much as a real one can have cached.
+            nobodys = self._batch([], size)
+            inputs = replace(nobodys, max_cached_length=self.max_cached_length, runs=None)
+            # 2. The recording of what is done with them.
             try:
                 self._recordings[size] = self.record(partial(self._forward, inputs))
             except RuntimeError as error:
@@ -120,18 +147,24 @@ class DecodeGraphs:
             log.warning("no CUDA graph of decode steps with %s requests: %s", sizes, reason)
 
     def __call__(self, plan: Plan) -> Answers | None:
-        """The answers to a decode step of one token each; None where no recording holds so many requests."""
+        """The answers to a decode step of one token each; None where no recording holds so many
+        requests."""
+        # 1. The smallest recording that has a row for everybody.
         count = len(plan.requests)
-        size = min((size for size in self._recordings if size >= count), default=None)
-        if size is None:
+        enough = [size for size in self._recordings if size >= count]
+        if not enough:
             return None
+        size = min(enough)
+        # 2. The step's numbers to where it reads them, and the replay.
         self._batch(plan.requests, size)
         self._recordings[size]()
+        # 3. What the rows of nobody's say is left out.
         return Answers(self.logits[:count], self.best[:count])
 
     def _batch(self, requests: list[Request], size: int) -> Batch:
         """The requests, and nobody in the rows behind them: the same tensors for the same size."""
-        padded = requests + [self.nobody] * (size - len(requests))
+        empty_rows = size - len(requests)
+        padded = requests + [self.nobody] * empty_rows
         plan = Plan(padded, [1] * size, prefill=False)
         return Batch.build(plan, self.cache, self.queries, onto=self.numbers)
 

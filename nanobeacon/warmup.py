@@ -1,7 +1,8 @@
-"""One pass of every kind before the first request, so that no kernel is compiled while somebody waits.
+"""One pass of every kind before the first request: no kernel is compiled while somebody waits.
 
-Kernels are compiled for a few properties of their arguments, most of them powers of two; the passes here take
-each in turn. They run on the scratch page and the scratch row, and leave nothing behind.
+Kernels are compiled for a few properties of their arguments, most of them powers of two; the passes
+here take each in turn. They run on the scratch page and the scratch row, and leave nothing behind.
+Knows which passes there are; nothing of kernels or of what they compute.
 """
 
 from collections.abc import Iterator
@@ -18,10 +19,15 @@ from .scheduler import Plan
 
 @torch.inference_mode()
 def warm_up(
-    model: Decoder, cache: KVCache, queries: QueryBuffer, evictor: Evictor, chunk: int, max_num_seqs: int
+    model: Decoder,
+    cache: KVCache,
+    queries: QueryBuffer,
+    evictor: Evictor,
+    chunk: int,
+    max_num_seqs: int,
 ) -> None:
-    """Prefill steps with chunks up to `chunk` tokens, decode steps behind up to a whole page table, and
-    reductions and evictions of up to `max_num_seqs` requests.
+    """Prefill steps with chunks up to `chunk` tokens, decode steps behind up to a whole page table,
+    and reductions and evictions of up to `max_num_seqs` requests.
 
     A policy's own score is left out: a user's function is not called for nobody."""
     most_tokens = cache.page_table.shape[1] * cache.page_size
@@ -38,16 +44,23 @@ def warm_up(
     # 3. Decode steps, behind every power of two of cached tokens.
     for tokens in _sizes(most_tokens):
         request = padding_request(1, cache.page_size, cached=tokens - 1)
-        model(Batch.build(Plan([request], [1], prefill=False), cache, queries), cache, queries)
+        plan = Plan([request], [1], prefill=False)
+        model(Batch.build(plan, cache, queries), cache, queries)
     # 4. Eviction and reduction, where a request can get so far.
     settings = evictor.settings
-    if settings is None or settings.policy.score is not None or settings.budget + 1 > most_tokens:
+    if settings is None or settings.policy.score is not None:
+        return
+    cached = settings.budget + 1  # a prompt of one token, and the whole budget behind it
+    if cached > most_tokens:
         return
     for count in _sizes(max_num_seqs):
-        full = [padding_request(0, cache.page_size, cached=settings.budget + 1) for _ in range(count)]
-        for request in full:
+        full = []
+        for _ in range(count):
+            request = padding_request(0, cache.page_size, cached=cached)
             request.buffer_count = settings.policy.observed
+            full.append(request)
         evictor.after_step(full)
+    # 5. Nobody's evictions are not counted.
     evictor.evictions = 0
 
 
@@ -61,4 +74,5 @@ def _sizes(most: int) -> Iterator[int]:
 
 
 def _prefill(request: Request, tokens: int, cache: KVCache, queries: QueryBuffer) -> Batch:
+    """The batch of one prompt's chunk of so many tokens."""
     return Batch.build(Plan([request], [tokens], prefill=True), cache, queries)
