@@ -312,8 +312,10 @@ def json_line(value: Any) -> str:
 def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
     """One prompt, through the chat template where there is one; returns the exit status."""
     # 1. The prompt as the model reads it, and no more tokens than the context leaves beside it.
-    raw = options.raw or llm.tokenizer is None or llm.tokenizer.chat_template is None
-    if raw:
+    has_template = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
+    if not has_template and not options.raw:
+        tell("The model has no chat template: it continues the text as it is.")
+    if options.raw or not has_template:
         prompt = text
     else:
         prompt = llm.chat_prompt([{"role": "user", "content": text}], **thinking(options))
@@ -494,6 +496,9 @@ def run(arguments: list[str] | None) -> int:
     """The program; returns its exit status."""
     open_streams()
     options = parser().parse_args(arguments)
+    if sys.stdout is None:
+        print("generate.py: standard output is closed, so nothing could be answered", file=sys.stderr)
+        return 1
     # which nothing here needs
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

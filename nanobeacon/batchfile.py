@@ -253,14 +253,14 @@ def _line(number: int, raw: bytes) -> Line:
         if isinstance(line_id, str):
             line_id.encode()  # JSON can spell halves of characters, which UTF-8 cannot
     except (ValueError, RecursionError) as error:
-        return Line(number, error=f"line {number} is no right JSON object: {error}")
+        return Line(number, error=f"line {number} is not as it has to be: {error}")
     # 2. Fields that mean something. From here on the id is known, and stands beside the error.
     line = Line(number, line_id, content)
     unknown = sorted(content.keys() - set(FIELDS))
     if unknown:
         line.error = f"field {unknown[0]!r:.80} is unknown; possible are {', '.join(FIELDS)}"
     elif ("prompt" in content) == ("messages" in content):
-        line.error = "either prompt or messages is needed"
+        line.error = "one of prompt and messages is needed, and not both"
     return line
 
 

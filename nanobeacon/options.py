@@ -83,7 +83,7 @@ def _add_sampling(add: Add) -> None:
     """The fields of SamplingParams that have an option, which checks their values."""
     add("--max-tokens", type=int, help="default: what the context leaves")
     add("--temperature", type=float, help="0 is greedy")
-    add("--top-p", type=float, help="above 0, up to 1, which is off")
+    add("--top-p", type=float, help="up to 1, which is off; 0 is the best token alone")
     add("--top-k", type=int, help="0 is off")
     add("--min-p", type=float, help="from 0, which is off, to 1")
     add("--repetition-penalty", type=float, help="1 is off")
@@ -131,12 +131,15 @@ def _check_page(options: argparse.Namespace) -> None:
         check(options.compare in POLICIES, "--compare", options.compare, possible)
         if options.trace is None:
             raise ValueError("--compare: both policies are shown on the page that --trace FILE writes")
+        if options.compare == options.policy:
+            raise ValueError(f"--compare {options.compare}: that is the policy itself; another is possible")
     if options.trace is not None:
         if options.chat or options.n != 1:
             raise ValueError("--trace: a page shows one completion; it needs no --chat and --n 1")
         folder = os.path.dirname(options.trace) or "."
         possible = "a file in a folder that exists is possible"
-        check(os.path.isdir(folder), "--trace", options.trace, possible)
+        is_place = os.path.isdir(folder) and not os.path.isdir(options.trace)
+        check(is_place, "--trace", options.trace, possible)
 
 
 def _check_batch(options: argparse.Namespace) -> None:

@@ -73,12 +73,12 @@ def test_lines_are_written_as_requests_end(llm, files):
 
 
 BAD = {
-    "no JSON": (b"{", "no right JSON"),
+    "no JSON": (b"{", "is not as it has to be"),
     "no object": (b"[1]", "an object is possible"),
-    "no text": (b'{"prompt": "\xff"}', "no right JSON"),
-    "deep": (b"[" * 100_000, "no right JSON"),
-    "nothing to do": ({"id": "x"}, "either prompt or messages"),
-    "both": ({"prompt": "a", "messages": []}, "either prompt or messages"),
+    "no text": (b'{"prompt": "\xff"}', "is not as it has to be"),
+    "deep": (b"[" * 100_000, "is not as it has to be"),
+    "nothing to do": ({"id": "x"}, "one of prompt and messages"),
+    "both": ({"prompt": "a", "messages": []}, "one of prompt and messages"),
     "unknown field": ({"prompt": "a", "max_token": 4}, "'max_token' is unknown"),
     "bad value": ({"prompt": "a", "temperature": -1}, "temperature=-1"),
     "bad id": ({"id": [1], "prompt": "a"}, "id"),

@@ -380,3 +380,25 @@ def test_a_turn_of_a_conversation_knows_the_ones_before(folder, switch):
     assert done.returncode == 0
     assert ("prompt tokens known from before" in done.stderr) == (not switch)
     assert done.stdout == run(folder, *words[:5], stdin=turns).stdout
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the stream")
+def test_a_closed_standard_output_is_no_success(folder):
+    command = f"{sys.executable} generate.py --model {folder} --prompt abc --max-tokens 2 >&-"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "standard output is closed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--trace", "{folder}"), "--trace"),
+        (("--trace", "x.html", "--compare", "beacon"), "--compare beacon"),
+    ],
+)
+def test_a_page_that_could_not_be_written_or_would_compare_nothing(folder, arguments, said):
+    arguments = [argument.format(folder=folder) for argument in arguments]
+    done = run(folder, "--prompt", "abc", *arguments)
+    assert done.returncode == 2 and said in done.stderr and not done.stdout

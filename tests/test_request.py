@@ -215,7 +215,7 @@ def test_evictable_counts_from_the_protected_tokens():
 def test_requests_are_equal_only_to_themselves_and_share_no_lists():
     one, other = request(), request()
     assert one != other and one in [one] and one not in [other] and len({one, other}) == 2
-    for name in ("output_token_ids", "logprobs", "trace", "pieces", "pages"):
+    for name in ("output_token_ids", "logprobs", "trace", "pages"):
         assert getattr(one, name) == [] and getattr(one, name) is not getattr(other, name)
 
 

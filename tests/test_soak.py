@@ -101,7 +101,7 @@ FAULTS = {
     lose_a_request: "ended by None",
     end_too_early: "ended by 'length'",
     mix_up_rows: "alone",
-    stay_in_memory: "memory grows by .* bytes a request",
+    stay_in_memory: "memory grows by .* (bytes|objects) a request",
 }
 
 
