@@ -1,9 +1,9 @@
 """The numbers people decide by: each measurement prints a table for people and, for programs, JSON.
 
 The JSON object is the last line where standard output is no terminal, or with --json; --output FILE
-writes it in any case. Parses and prints; what is measured lies in `nanobeacon/measure/`, one module a
-subcommand. Exit status: 0, 1 for a measurement that failed, 2 for a user's mistake (one line), 130 for
-Ctrl-C.
+writes it in any case. Parses and prints; what is measured lies in `nanobeacon/measure/`, one module
+a subcommand. Exit status: 0, 1 for a measurement that failed, 2 for a user's mistake (one line),
+130 for Ctrl-C.
 """
 
 import argparse
@@ -42,11 +42,21 @@ TOUR = (
     "throughput --model {reasoner} --batch 8 --output-length 384 --budgets 96 --repeats 2",
     "accuracy --n 16 --policies full,beacon,recent,random --budgets 96 --protect prompt",
 )
+# Shapes to run with random weights, where a checkpoint would be a download: the fields of CONFIG
 CONFIG = (
-    "model_type num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads "
-    "head_dim vocab_size tie_word_embeddings max_position_embeddings rope_theta"
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "max_position_embeddings",
+    "rope_theta",
 )
-PRESETS = {  # the fields of CONFIG
+PRESETS = {
     "smollm2-135m": ("llama", 30, 576, 1536, 9, 3, 64, 49152, True, 8192, 1e5),
     "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True, 40960, 1e6),
     "qwen3-4b": ("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True, 40960, 1e6),
@@ -54,8 +64,13 @@ PRESETS = {  # the fields of CONFIG
     "r1-qwen-7b": ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, False, 131072, 1e4),
     "r1-llama-8b": ("llama", 32, 4096, 14336, 32, 8, 128, 128256, False, 131072, 5e5),
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 8192}
+LLAMA3 = {  # how r1-llama-8b stretches RoPE
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 SECTIONS = ("times", "floors", "table4", "expected", "launches", "kernels")  # tables of `kernels`
 TIMED = ("throughput", "crossover", "prefix", "gpu")  # those that run any model's shape
 PRESET = "smollm2-135m"  # of those that have none of their own
@@ -64,15 +79,25 @@ PRESET = "smollm2-135m"  # of those that have none of their own
 def command_of(arguments: Sequence[str]) -> str:
     """The subcommand; without any, the tour."""
     commands = "\n".join(f"  {name:11}{text}" for name, text in COMMANDS.items())
-    top = Parser("bench.py", description=__doc__.splitlines()[0], formatter_class=RawDescriptionHelpFormatter)
-    top.usage, top.epilog = "bench.py [SUBCOMMAND] [--help] ...", f"subcommands:\n{commands}"
+    top = Parser(
+        "bench.py",
+        usage="bench.py [SUBCOMMAND] [--help] ...",
+        description=__doc__.splitlines()[0],
+        epilog=f"subcommands:\n{commands}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     top.add_argument("command", nargs="?", default="tour", choices=COMMANDS, help=argparse.SUPPRESS)
     return top.parse_args(arguments[:1]).command
 
 
 def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
+    """A subcommand's options: the module's own, and those that several of them have.
+
+    ValueError for what cannot be; whatever depends on the model is checked later.
+    """
     import torch
 
+    # 1. The module may change what the shared options say, as it comes after them
     p = Parser(prog=f"bench.py {command}", description=COMMANDS[command], conflict_handler="resolve")
     if command in TIMED:
         add_model_arguments(p, getattr(module, "PRESET", PRESET))
@@ -83,6 +108,8 @@ def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
     if hasattr(module, "charts"):
         p.add_argument("--plot", type=Path, metavar="FILE", help="charts, as .svg or .html")
     add_output_arguments(p)
+
+    # 2. What was given
     options = parsed(p, arguments)
     most = max(os.cpu_count() or 1, torch.get_num_threads())
     if options.threads is not None and not 1 <= options.threads <= most:
@@ -91,6 +118,7 @@ def parse(command: str, module: Any, arguments: Sequence[str]) -> Namespace:
 
 
 def add_output_arguments(p: argparse.ArgumentParser) -> None:
+    """Where the numbers go; all subcommands have these."""
     p.add_argument("--json", action="store_true", help="the JSON object as last line on a terminal too")
     p.add_argument("--output", type=Path, metavar="FILE", help="the JSON object into a file")
     p.set_defaults(plot=None)
@@ -108,6 +136,7 @@ def parsed(p: argparse.ArgumentParser, arguments: Sequence[str]) -> Namespace:
 
 
 def add_model_arguments(p: argparse.ArgumentParser, preset: str) -> None:
+    """Which model runs, and where; `preset` is the one that runs where none is named."""
     which = p.add_mutually_exclusive_group()
     which.add_argument("--model", help="folder or hub id")
     which.add_argument("--preset", choices=PRESETS, help=f"its shape, random weights (default: {preset})")
@@ -118,6 +147,7 @@ def add_model_arguments(p: argparse.ArgumentParser, preset: str) -> None:
 
 
 def add_job_arguments(p: argparse.ArgumentParser) -> None:
+    """How much is timed. The modules set the defaults of the lengths."""
     p.add_argument("--prompt-length", type=int, help="tokens (default: %(default)s)")
     p.add_argument("--output-length", type=int, help="tokens (default: %(default)s)")
     p.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
@@ -126,22 +156,26 @@ def add_job_arguments(p: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def settled(options: Namespace) -> Iterator[Namespace]:
-    """The options with model, load, device and dtype decided; a preset is a folder as long as this lasts."""
+    """The options with model, load, device and dtype decided; a preset is a folder as long as
+    this lasts."""
     from nanobeacon.config import read_config
     from nanobeacon.hub import resolve
     from nanobeacon.llm import device_of
 
     for name, least in (("prompt_length", 1), ("output_length", 2), ("repeats", 1)):
-        if (value := getattr(options, name)) is not None and value < least:
+        value = getattr(options, name)
+        if value is not None and value < least:
             raise ValueError(f"{name}={value}: at least {least} is possible")
     job = Namespace(**vars(options))
     with tempfile.TemporaryDirectory() as scratch:
+        # 1. The model's folder
         if job.model is None:
-            preset, job.model, job.load = job.preset, scratch, "dummy"
-            config = dict(zip(CONFIG.split(), PRESETS[preset], strict=True)) | {"dtype": "bfloat16"}
-            config |= {"rms_norm_eps": 1e-6, "rope_scaling": LLAMA3 if preset == "r1-llama-8b" else None}
-            Path(scratch, "config.json").write_text(json.dumps(config))
+            job.model = scratch
+            job.load = "dummy"
+            Path(scratch, "config.json").write_text(json.dumps(preset_config(job.preset)))
         job.model = str(resolve(job.model, config_only=job.load == "dummy"))
+
+        # 2. Where it runs, and in which dtype: its own, as far as a CPU computes in it
         job.device = str(device_of(job.device))
         if job.no_cuda_graphs and job.device == "cpu":
             raise ValueError("--no-cuda-graphs: a CPU has none to leave out")
@@ -152,6 +186,16 @@ def settled(options: Namespace) -> Iterator[Namespace]:
                 raise ValueError("--dtype float16: a CPU computes that in bfloat16, which can be asked for")
             job.dtype = "bfloat16"
         yield job
+
+
+def preset_config(name: str) -> dict[str, Any]:
+    """A preset as the config.json of a checkpoint."""
+    return {
+        **dict(zip(CONFIG, PRESETS[name], strict=True)),
+        "dtype": "bfloat16",
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": LLAMA3 if name == "r1-llama-8b" else None,
+    }
 
 
 class Kernels:
@@ -169,35 +213,49 @@ class Kernels:
         from nanobeacon.llm import device_of
         from nanobeacon.measure import common, kernels, launches
 
-        if options.roofline or options.aot or options.launches:
-            common.refuse(options, ("device",), "what --roofline, --aot and --launches say comes from shapes")
-        found = {}
+        if not (options.roofline or options.aot or options.launches):
+            device = device_of(options.device or "auto")
+            return {"times": kernels.timings(str(device))}
+        from_shapes = "what --roofline, --aot and --launches say comes from shapes"
+        common.refuse(options, ("device",), from_shapes)
+        found: dict[str, Any] = {}
         if options.roofline:
-            found |= kernels.roofline() | {"expected": launches.expected()}
+            found.update(kernels.roofline())
+            found["expected"] = launches.expected()
         if options.launches:
-            found |= {"launches": launches.passes()}
-        found |= {"kernels": kernels.aot()} if options.aot else {}
-        return found or {"times": kernels.timings(str(device_of(options.device or "auto")))}
+            found["launches"] = launches.passes()
+        if options.aot:
+            found["kernels"] = kernels.aot()
+        return found
 
     @staticmethod
     def table(result: dict[str, Any]) -> str:
         from nanobeacon.measure.common import columns
 
-        found = [(name, result[name]) for name in SECTIONS if name in result]
-        return "\n\n".join(
-            f"{n}\n{columns(list(rows[0]), [list(r.values()) for r in rows])}" for n, rows in found
-        )
+        parts = []
+        for name in SECTIONS:
+            if name not in result:
+                continue
+            rows = result[name]
+            cells = [list(row.values()) for row in rows]
+            parts.append(f"{name}\n{columns(list(rows[0]), cells)}")
+        return "\n\n".join(parts)
 
 
 def record(options: Namespace) -> dict[str, Any]:
-    """What it takes to run a measurement again, beside its command: versions, machine, threads, date."""
+    """What it takes to run a measurement again, beside its command: versions, machine,
+    threads, date."""
     import torch
 
     from nanobeacon import __version__
     from nanobeacon.measure.common import proc, proc_bytes
     from nanobeacon.parallel import launched
 
-    versions = {"nanobeacon": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions = {
+        "nanobeacon": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     for name in ("triton", "safetensors", "transformers", "kvpress"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -209,29 +267,42 @@ def record(options: Namespace) -> dict[str, Any]:
         "memory_bytes": proc_bytes("/proc/meminfo", "MemTotal"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    found = {"versions": versions, "machine": machine, "threads": options.threads, "date": date}
-    return found | {"processes": launched()}
+    return {
+        "versions": versions,
+        "machine": machine,
+        "threads": options.threads,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "processes": launched(),
+    }
 
 
 def heading(result: dict[str, Any]) -> str:
+    """The line above the tables: what was measured, of which model, where, with what, and when."""
     from nanobeacon.measure.common import model_name
 
+    # 1. Where: the GPU, or the CPU with its threads
     machine = result["machine"]
-    versions = result["versions"]
-    threads = f"{result['threads']} thread{'s' * (result['threads'] > 1)}"
-    cpu = f"{machine['cpu']} ({machine['cpu_capability']}), {threads}"
-    place = machine["gpu"] if machine["gpu"] and result.get("device") != "cpu" else cpu
+    if machine["gpu"] and result.get("device") != "cpu":
+        place = machine["gpu"]
+    else:
+        threads = "1 thread" if result["threads"] == 1 else f"{result['threads']} threads"
+        place = f"{machine['cpu']} ({machine['cpu_capability']}), {threads}"
     if result.get("processes", 1) > 1:
         place = f"{result['processes']} processes on {place}, bytes of the first"
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
+
+    # 2. With what
+    versions = result["versions"]
+    packages = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
+    packages = ", ".join(packages)
+
     model = f"{model_name(result['model'])} " if result.get("model") else ""
     return f"{result['bench']}: {model}on {place}; {packages}; {result['date'][:10]}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a run has found: the JSON object, the tables for people, the charts where some were asked for."""
+    """What a run has found: the JSON object, the tables for people, the charts where some
+    were asked for."""
 
     result: dict[str, Any]
     text: str
@@ -244,19 +315,31 @@ def measure(command: str, arguments: Sequence[str]) -> tuple[Namespace, Report]:
 
     module = Kernels if command == "kernels" else importlib.import_module(f"nanobeacon.measure.{command}")
     options = parse(command, module, arguments)
+
+    # 1. Measure. The timed ones get a folder, device and dtype that are decided, and tell which
     if command in TIMED:
-        options.preset = options.preset or (None if options.model else getattr(module, "PRESET", PRESET))
+        if options.model is None and options.preset is None:
+            options.preset = getattr(module, "PRESET", PRESET)
         with settled(options) as job:
-            options.threads = job.threads = set_threads(job)
-            found = {n: getattr(job, n) for n in ("load", "device", "dtype")} | module.run(job)
+            job.threads = set_threads(job)
+            options.threads = job.threads
+            decided = {"load": job.load, "device": job.device, "dtype": job.dtype}
+            found = decided | module.run(job)
     else:
         options.threads = set_threads(options)
         found = module.run(options)
-    model = getattr(options, "model", None) or getattr(options, "preset", None)
-    result = {"bench": command, "command": ["bench.py", command, *arguments], "model": model}
-    result |= record(options) | found
+
+    # 2. Put what it takes to run this again in front of what was found
+    result = {
+        "bench": command,
+        "command": ["bench.py", command, *arguments],
+        "model": getattr(options, "model", None) or getattr(options, "preset", None),
+        **record(options),
+        **found,
+    }
     text = fitted(f"{heading(result)}\n\n{module.table(result)}\n")
-    return options, Report(result, text, module.charts(result) if options.plot else ())
+    charts = module.charts(result) if options.plot else ()
+    return options, Report(result, text, charts)
 
 
 def set_threads(options: Namespace) -> int:
@@ -275,7 +358,8 @@ def set_threads(options: Namespace) -> int:
     if hasattr(options, "model"):  # `kernels` has none
         shape = read_config(resolve(options.model or str(folder()), config_only=True))
         batch = getattr(options, "batch", None) or getattr(options, "group", 1)
-        wanted = threads_for(shape, max(batch) if isinstance(batch, list) else batch, wanted)
+        largest = max(batch) if isinstance(batch, list) else batch
+        wanted = threads_for(shape, largest, wanted)
     if wanted is not None:
         torch.set_num_threads(wanted)
     return torch.get_num_threads()
@@ -290,18 +374,20 @@ def tour(arguments: Sequence[str]) -> tuple[Namespace, Report]:
     options = parsed(p, arguments)
     parts = []
     for line in TOUR:
-        command, *rest = (word.format(reasoner=os.path.relpath(folder())) for word in line.split())
-        say(f"$ python bench.py {' '.join((command, *rest))}")
-        _, part = measure(command, rest)
+        words = [word.format(reasoner=os.path.relpath(folder())) for word in line.split()]
+        say(f"$ python bench.py {' '.join(words)}")
+        _, part = measure(words[0], words[1:])
         say(part.text)
         parts.append(part.result)
     others = [f"  {name:11}{text}" for name, text in COMMANDS.items() if name != "tour"]
     text = "\n".join(["There is more (bench.py SUBCOMMAND --help):", *others])
-    return options, Report({"bench": "tour", "command": ["bench.py", *arguments], "parts": parts}, text)
+    result = {"bench": "tour", "command": ["bench.py", *arguments], "parts": parts}
+    return options, Report(result, text)
 
 
 def publish(options: Namespace, report: Report) -> None:
-    """Write the files that were asked for, then print. A file that cannot be written costs no numbers."""
+    """Write the files that were asked for, then print. A file that cannot be written costs
+    no numbers."""
     try:
         if options.output:
             options.output.write_text(f"{json.dumps(report.result)}\n", encoding="utf-8")
@@ -325,6 +411,7 @@ def say(text: str) -> None:
 
 
 def discard_output() -> None:
+    """Write whatever comes to nowhere, so that Python's last flush does not fail either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -350,12 +437,16 @@ def run(arguments: list[str]) -> int:
         else:
             options, report = measure(command, arguments[1:])
         publish(options, report)
-        if error := report.result.get("first_error"):
+        # The numbers are out; a run that went wrong in part still says so
+        error = report.result.get("first_error")
+        if error:
             raise RuntimeError(f"some requests failed: {error}")
-        if wrong := report.result.get("wrong"):
+        wrong = report.result.get("wrong")
+        if wrong:
             raise RuntimeError(wrong)
         return 0
-    except (ValueError, RuntimeError, OSError) as error:  # a mistake; a worker or an output that failed
+    # a mistake; a worker or an output that failed
+    except (ValueError, RuntimeError, OSError) as error:
         if isinstance(error, OSError):
             discard_output()
         print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)

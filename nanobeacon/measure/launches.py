@@ -1,8 +1,10 @@
-"""How many launches a pass makes, counted without a GPU: the model runs on "meta", where nothing computes.
+"""How many launches a pass makes, counted without a GPU: the model runs on "meta", where
+nothing computes.
 
-A Triton kernel is one launch, and so is every torch operator that is no view and no allocation; what a GPU's
-operator does inside itself (a sort is several kernels) is not seen. A tensor made from Python numbers is a
-copy to the device. Reading one is impossible on "meta": a pass that waits for the device fails here.
+A Triton kernel is one launch, and so is every torch operator that is no view and no allocation;
+what a GPU's operator does inside itself (a sort is several kernels) is not seen. A tensor made from
+Python numbers is a copy to the device. Reading one is impossible on "meta": a pass that waits for
+the device fails here.
 """
 
 from collections import Counter
@@ -31,7 +33,8 @@ LAUNCH = 2e-6  # seconds from one small kernel of a CUDA graph to the next
 
 # Operators that launch nothing although their results do not share memory with their inputs
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
-# Operators that are views on every call the engine makes, or whose schema does not say that they are
+# Operators that are views on every call the engine makes, or whose schema does not say
+# that they are
 VIEWS = {"_unsafe_view", "_reshape_alias", "detach", "detach_"}
 
 
@@ -48,6 +51,9 @@ class Launches:
 
 
 class _Operators(TorchDispatchMode):
+    """Sees every operator that torch runs while it is entered, and counts those that
+    launch or copy."""
+
     def __init__(self, found: Launches) -> None:
         super().__init__()
         self.found = found
@@ -55,15 +61,21 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         name = operator._schema.name.removeprefix("aten::")
-        tensors = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
-        if not any(x.device.type == "meta" for x in tensors):
+        if not any(tensor.device.type == "meta" for tensor in _tensors_in(result)):
             return result  # the host's own arithmetic
-        given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if any(x.device.type == "cpu" and x.numel() for x in given) and name in ("_to_copy", "copy_"):
+        given = _tensors_in((args, kwargs))
+        from_host = any(tensor.device.type == "cpu" and tensor.numel() for tensor in given)
+        if from_host and name in ("_to_copy", "copy_"):
             self.found.copies += 1
         elif name not in ALLOCATIONS | VIEWS and not operator.is_view:
             self.found.made[name] += 1
         return result
+
+
+def _tensors_in(tree: object) -> list[torch.Tensor]:
+    """The tensors of nested lists, tuples and dictionaries."""
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def count(call: Callable[[], object]) -> Launches:
@@ -73,7 +85,8 @@ def count(call: Callable[[], object]) -> Launches:
 
     def counted_tensor(data: object, **how: object) -> torch.Tensor:
         result = make(data, **how)
-        found.copies += result.device.type == "meta"  # made there at once, out of sight of the operators
+        # made there at once, out of sight of the operators
+        found.copies += result.device.type == "meta"
         return result
 
     with (
@@ -110,28 +123,37 @@ def configured(shape: Shape, family: str) -> ModelConfig:
 
 
 class Counted:
-    """One model on "meta" with its cache, its query buffer and its evictor, and requests in the middle of
-    their lives. budget None: a full cache, and no policy."""
+    """One model on "meta" with its cache, its query buffer and its evictor, and requests mid-way.
+
+    Every request has a prompt of 64 tokens and `cached` tokens of output. budget None: a full
+    cache, and no policy.
+    """
 
     def __init__(
         self, config: ModelConfig, requests: int, cached: int, budget: int | None, policy: str
     ) -> None:
-        device, page = torch.device("meta"), 16
+        # 1. The engine's parts, which allocate nothing on "meta"; room for 64 pages more each
+        device = torch.device("meta")
+        page = 16
+        pages_each = -(-cached // page) + 64
+        rows = requests + 1  # row 0 and page 0 are nobody's
+        pages = requests * pages_each + 1
         self.settings = settle(policy, budget) if budget else None
         self.model = Decoder(config, torch.bfloat16, device, page)
         self.model.kernels = triton_kernels()
-        pages_each = -(-cached // page) + 64
-        rows, pages = requests + 1, requests * pages_each + 1
         self.cache = KVCache(config, pages, page, rows, pages_each, torch.bfloat16, device)
         self.queries = QueryBuffer(self.settings, config, rows, torch.bfloat16, device)
         self.evictor = Evictor(self.settings, self.cache, self.queries, self.model.rope, self.model.kernels)
+
+        # 2. The requests, whose newest token is the next one to be fed
         self.requests = []
         for i in range(requests):
             request = Request(i, [1] * 64, SamplingParams(), 32768, protected=64)
             request.output_token_ids = [1] * cached
             request.num_computed = request.num_tokens - 1
             request.cached_length = cached
-            request.pages = list(range(1 + i * pages_each, 1 + (i + 1) * pages_each))
+            first_page = 1 + i * pages_each
+            request.pages = list(range(first_page, first_page + pages_each))
             request.row = i + 1
             request.buffer_count = 16
             self.requests.append(request)
@@ -143,8 +165,11 @@ class Counted:
     def prefill(self, tokens: int) -> None:
         """A step that reads so many prompt tokens of every request, from the prompt's start."""
         for request in self.requests:
-            request.prompt_token_ids, request.output_token_ids = [1] * tokens, []
-            request.num_computed = request.cached_length = request.buffer_count = 0
+            request.prompt_token_ids = [1] * tokens
+            request.output_token_ids = []
+            request.num_computed = 0
+            request.cached_length = 0
+            request.buffer_count = 0
             request.protected = tokens
         self._forward(Plan(self.requests, [tokens] * len(self.requests), prefill=True))
 
@@ -164,40 +189,51 @@ class Counted:
 
 
 def counted(
-    shape: Shape, family: str, requests: int, budget: int | None, call: Callable[[Counted], None],
+    shape: Shape,
+    family: str,
+    requests: int,
+    budget: int | None,
+    call: Callable[[Counted], None],
     policy: str = "beacon",
-) -> Launches:  # fmt: skip
+) -> Launches:
     """What `call` launches on so many requests of 1,024 cached tokens."""
     subject = Counted(configured(shape, family), requests, 1024, budget, policy)
     return count(partial(call, subject))
 
 
 def expected(model: str = "qwen3-4b", family: str = "qwen3") -> list[dict]:
-    """The paper's rows with what launches cost beside the bytes: each takes LAUNCH seconds and nothing
-    overlaps. `of_floor` is the share of the floor's tokens/s that is left."""
+    """The paper's rows with what launches cost beside the bytes: each takes LAUNCH seconds and
+    nothing overlaps. `of_floor` is the share of the floor's tokens/s that is left."""
     rows = []
     for row in roofline(model)["table4"]:
-        batch, budget = row["batch"], row["budget"]
+        batch = row["batch"]
+        budget = row["budget"]
+        # 1. Launches of a step, and its part of an eviction's, which comes once a period
         launches = counted(SHAPES[model], family, batch, budget, Counted.step).total
-        a_step = launches
         if budget is not None:
             eviction = counted(SHAPES[model], family, batch, budget, Counted.evict).total
-            a_step += eviction * PERIODS / budget
-        seconds = batch / row["floor_tokens_per_s"]
-        share = seconds / (seconds + a_step * LAUNCH)
-        named = {name: row[name] for name in ("gpu", "policy", "budget", "batch", "floor_tokens_per_s")}
+            launches += eviction * PERIODS / budget
+        # 2. What they add to the shortest time of a step
+        shortest = batch / row["floor_tokens_per_s"]  # seconds
+        share = shortest / (shortest + launches * LAUNCH)
         rows.append(
-            named
-            | {"launches_a_step": round(a_step, 1)}
-            | {"expected_tokens_per_s": round(row["floor_tokens_per_s"] * share, 1)}
-            | {"of_floor": round(share, 3)}
+            {
+                "gpu": row["gpu"],
+                "policy": row["policy"],
+                "budget": budget,
+                "batch": batch,
+                "floor_tokens_per_s": row["floor_tokens_per_s"],
+                "launches_a_step": round(launches, 1),
+                "expected_tokens_per_s": round(row["floor_tokens_per_s"] * share, 1),
+                "of_floor": round(share, 3),
+            }
         )
     return rows
 
 
 def passes(model: str = "qwen3-4b", family: str = "qwen3") -> list[dict]:
-    """Launches and copies of a decode step, a prefill step and an eviction, one row each; `a_layer` is what
-    one layer more costs."""
+    """Launches and copies of a decode step, a prefill step and an eviction, one row each; `a_layer`
+    is what one layer more costs."""
     shape = SHAPES[model]
     one_less = replace(shape, layers=shape.layers - 1)
     cases = [
@@ -212,8 +248,16 @@ def passes(model: str = "qwen3-4b", family: str = "qwen3") -> list[dict]:
     for name, requests, budget, call in cases:
         whole = counted(shape, family, requests, budget, call)
         less = counted(one_less, family, requests, budget, call)
-        row = {"pass": name, "requests": requests, "budget": budget}
-        row |= {"launches": whole.total, "a_layer": whole.total - less.total, "copies": whole.copies}
-        most = ", ".join(f"{n} {times}" for n, times in whole.made.most_common(10))
-        rows.append(row | {"most": most})
+        most = [f"{made} {times}" for made, times in whole.made.most_common(10)]
+        rows.append(
+            {
+                "pass": name,
+                "requests": requests,
+                "budget": budget,
+                "launches": whole.total,
+                "a_layer": whole.total - less.total,
+                "copies": whole.copies,
+                "most": ", ".join(most),
+            }
+        )
     return rows

@@ -1,8 +1,10 @@
-"""Rival ways to find the beacons (Figures 6 and 7): from every past query, or as running averages of them.
+"""Rival ways to find the beacons (Figures 6 and 7): from every past query, or as running
+averages of them.
 
-A reservoir as large as the context makes the engine keep all queries (`keep_history`); the evictor here boils
-them down to a few before each eviction, while scoring and compaction stay the engine's. Meant for studies, as
-such a history outgrows the cache that it helps to shrink. Knows queries; nothing of problems or answers.
+A reservoir as large as the context makes the engine keep all queries (`keep_history`); the evictor
+here boils them down to a few before each eviction, while scoring and compaction stay the engine's.
+Meant for studies, as such a history outgrows the cache that it helps to shrink. Knows queries;
+nothing of problems or answers.
 """
 
 from dataclasses import replace
@@ -28,38 +30,61 @@ def keep_history(policy: Policy, length: int) -> Policy:
 
 
 class SelectingEvictor(Evictor):
-    """Asks at each eviction the recents and `count` queries made of the history by a row of SELECTIONS."""
+    """Asks at each eviction the recents and `count` queries made of the history by a row of
+    SELECTIONS."""
 
     def __init__(self, engine: Engine, name: str, count: int) -> None:
-        under, history, model = engine.config.eviction, engine.queries, engine.model
-        settings = replace(under, policy=replace(under.policy, beacons=count))
-        rows, dtype, device = len(history.buffer), history.buffer.dtype, history.buffer.device
-        queries = QueryBuffer(settings, model.config, rows, dtype, device)
+        # 1. The engine's settings, with `count` beacons instead of as many as the history has
+        kept = engine.config.eviction
+        settings = replace(kept, policy=replace(kept.policy, beacons=count))
+
+        # 2. A small query buffer beside the engine's, for what is chosen of it
+        history = engine.queries
+        model = engine.model
+        queries = QueryBuffer(
+            settings,
+            model.config,
+            len(history.buffer),
+            history.buffer.dtype,
+            history.buffer.device,
+        )
         super().__init__(settings, engine.cache, queries, model.rope, model.kernels, engine.config.trace)
-        self.name, self.history = name, history.buffer
-        # Averages alone could be kept without the history.
-        self.row_bytes = queries.row_bytes + (0 if name == "ema" else history.row_bytes)
+        self.name = name
+        self.history = history.buffer
+        self.row_bytes = queries.row_bytes  # that a request takes
+        if name != "ema":  # averages alone could be kept without the history
+            self.row_bytes += history.row_bytes
 
     def after_step(self, requests: list[Request]) -> bool:
-        for request in self.due(requests)[1]:
+        """Fill the rows of the requests whose eviction is due, then go on as the engine does."""
+        _, due = self.due(requests)
+        for request in due:
             self._choose(request)
         return super().after_step(requests)
 
     def _choose(self, request: Request) -> None:
         """Fill the request's row. Its positions stay -1: an average has none."""
-        policy, held = self.settings.policy, self.history[request.row]
+        policy = self.settings.policy
+        held = self.history[request.row]  # [L, H, N, D]
+
+        # 1. The beacons, of each head for itself. A request's draws are the same whatever runs
+        #    beside it
         seed = int(request.chance(self.name, request.num_computed) * 2**53)
         generator = torch.Generator(held.device).manual_seed(seed)
         past = held[:, :, : request.num_computed].flatten(0, 1)
-        chosen = SELECTIONS[self.name](past.float(), policy.beacons, generator)
+        choose = SELECTIONS[self.name]
+        chosen = choose(past.float(), policy.beacons, generator)
         row = self.queries.buffer[request.row]
         row[:, :, : policy.beacons] = chosen.unflatten(0, held.shape[:2]).to(row.dtype)
-        if policy.recents:  # the last slots of both, position modulo recents
+
+        # 2. The recents: the last slots of both, position modulo recents
+        if policy.recents:
             row[:, :, policy.beacons :] = held[:, :, -policy.recents :]
 
 
 def farthest(past: Tensor, count: int, generator: Generator) -> Tensor:
-    """FPS over the whole history, which Continual FPS approximates: past [B, N, D] -> [B, count, D]."""
+    """FPS over the whole history, which Continual FPS approximates: past [B, N, D] -> [B,
+    count, D]."""
     lengths = torch.full((len(past),), past.shape[1], dtype=torch.int32, device=past.device)
     return _taken(past, reference.fps(past, lengths, count))
 
@@ -73,11 +98,13 @@ def centroids(past: Tensor, count: int, generator: Generator) -> Tensor:
 def central(past: Tensor, count: int, generator: Generator) -> Tensor:
     """The query nearest to the centroid of each cluster."""
     unit = F.normalize(past, dim=-1)
-    return _taken(past, (unit @ _clusters(past, count, generator).mT).argmax(1))
+    cosines = unit @ _clusters(past, count, generator).mT  # [B, N, count]
+    return _taken(past, cosines.argmax(1))
 
 
 def averages(past: Tensor, count: int, generator: Generator) -> Tensor:
-    """Exponential moving averages over the history, one for each of DECAYS, their weights summing to 1."""
+    """Exponential moving averages over the history, one for each of DECAYS, their weights
+    summing to 1."""
     ages = torch.arange(past.shape[1] - 1, -1, -1, device=past.device)
     weights = torch.stack([decay**ages for decay in DECAYS])
     return weights / weights.sum(-1, keepdim=True) @ past
@@ -87,6 +114,7 @@ SELECTIONS = {"history": farthest, "kmeans": centroids, "nearest": central, "ema
 
 
 def _taken(past: Tensor, picks: Tensor) -> Tensor:
+    """Queries of past [B, N, D] at picks int64 [B, count]: [B, count, D]."""
     return past.gather(1, picks[..., None].expand(-1, -1, past.shape[-1]))
 
 
@@ -97,12 +125,19 @@ def _members(past: Tensor, centres: Tensor) -> Tensor:
 
 
 def _clusters(past: Tensor, count: int, generator: Generator) -> Tensor:
-    """Unit centres [B, count, D] by K-means on directions, from K-means++: far queries are likely starts."""
+    """Unit centres [B, count, D] by K-means on directions, from K-means++: far queries are
+    likely starts."""
+    # 1. Starts: the first query, then draws whose chance grows with the distance to all
+    #    starts so far
     unit = F.normalize(past, dim=-1)
     centres = unit[:, :1]
     while centres.shape[1] < count:
-        distance = (1 - (unit @ centres.mT).amax(-1)).clamp(min=1e-9)
-        centres = torch.cat((centres, _taken(unit, torch.multinomial(distance, 1, generator=generator))), 1)
+        nearest = (unit @ centres.mT).amax(-1)
+        distance = (1 - nearest).clamp(min=1e-9)
+        pick = torch.multinomial(distance, 1, generator=generator)
+        centres = torch.cat((centres, _taken(unit, pick)), 1)
+
+    # 2. A fixed number of rounds; a centre without members stays where it is
     for _ in range(ITERATIONS):
         sums = _members(past, centres) @ unit
         empty = sums.norm(dim=-1, keepdim=True) == 0
