@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanobeacon.kernels import reference
 
-LARGEST_TILE = 64  # rows of a query buffer up to which `reduce` keeps all cosines in registers
+LARGEST_TILE = 64  # slots of a query buffer up to which `reduce` keeps all cosines in registers
 
 
 @triton.jit
@@ -41,6 +41,7 @@ def reduce_kernel(
     count = tl.load(counts + tl.program_id(1))
     if count <= m:
         return
+    # Axis 0 counts layers times heads, as the buffer's second and third dimension do.
     row_of_heads = tl.load(rows + tl.program_id(1)).to(tl.int64) * tl.num_programs(0)
     base = (row_of_heads + tl.program_id(0)) * C
     buffer += base * D
@@ -157,6 +158,7 @@ def reduce_chunks_kernel(
             towards += tl.sum(vectors * scale[:, None], 0)
             tl.store(scales + index, scale, mask=inside)
         towards = towards / count
+        # Step 4 loads these scales in other threads.
         tl.debug_barrier()
 
         # 4. One pass a pick: cosines towards the mean direction choose the first, those towards the
@@ -178,6 +180,8 @@ def reduce_chunks_kernel(
                 cosine = tl.where(index == pick, float("inf"), cosine)  # picked once, never again
                 tl.store(nearest + index, cosine, mask=inside)
             tl.debug_barrier()
+            # The next pick: its place among `picks`, and its direction, by which the next
+            # pass measures.
             to_nearest = tl.load(nearest + every, mask=every < count, other=float("inf"))
             pick = lowest(to_nearest, every, TIE)
             picks = tl.where(place == i, pick, picks)
@@ -202,6 +206,7 @@ def reduce_chunks_kernel(
         tl.store(target, picked_at, mask=picked)
 
     # 6. What came after the freeze is a recent: it stands behind the picks, in order.
+    #    Every head has the same positions.
     for start in range(0, recents, TILE):
         index = start + tile
         inside = index < recents

@@ -18,6 +18,7 @@ from torch import Tensor
 
 SIMILAR = 0.5  # cosine above which a neighbour is one
 REACH = 2**31  # values that offsets of 32 bits reach
+# What a program loads at a time; tiles of its own keys are as large.
 TILE_BYTES = 16384  # of keys
 
 
@@ -37,6 +38,7 @@ def load_keys(
 ):  # fmt: skip
     """Keys [slots, DIMS] at these slots of one layer and KV head, in their dtype; zero from `end`
     on. Offsets have 32 bits unless WIDE."""
+    # The page table has the page of a slot; a page's slots lie together.
     inside = slot < end
     dim = tl.arange(0, DIMS)[None, :]
     page = tl.load(table + slot // P, mask=inside, other=0)
@@ -99,6 +101,7 @@ def neighbours_kernel(
         other = tile + tl.arange(0, TILE)
         other_key = load_keys(keys, table, other, end, D, DIMS, P, WIDE)
         other_scale = tl.load(scales + other, mask=other < end, other=0.0)
+        # Products of the keys as they are stored; their lengths come in afterwards.
         cosine = tl.dot(key, tl.trans(other_key), input_precision="ieee")
         cosine *= scale[:, None] * other_scale[None, :]
         similar = (cosine > SIMILAR) & (own[:, None] != other[None, :])

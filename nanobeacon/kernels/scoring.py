@@ -13,7 +13,8 @@ Knows nothing of budgets or of what is kept.
 
 Names that all functions here share: G query heads of a group, N queries of a head, D head dim and
 DIMS that rounded up to a power of two, P page size; HEADS heads of COUNT rows in a tile of queries,
-BLOCKS of them in a group; SPLITS programs that share the slots of one block.
+BLOCKS of them in a group; SPLITS programs that share the slots of one block. METHOD.md, "Eviction",
+says what a score is.
 """
 
 import torch
@@ -220,6 +221,7 @@ def pool_kernel(
     # 2. The log-sum-exp of every query over all splits.
     SHOWN: tl.constexpr = 1 if LOGITS else HEADS
     ROWS: tl.constexpr = SHOWN * COUNT
+    # Every split joins the parts of all for itself, which saves a launch between the two.
     at = (program * SPLITS + tl.arange(0, SPLITS))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     parts = tl.load(lse + at)
     top = tl.max(parts, 0)

@@ -86,7 +86,8 @@ def store_kernel(
     tl.store(target, first, mask=is_value)
     tl.store(target + D // 2, second, mask=is_value)
 
-    # 6. Queries as they were before the rotation go to the query buffer (METHOD.md).
+    # 6. Queries as they were before the rotation go to the query buffer (METHOD.md): each token's
+    #    to its request's row, at the slot that the host has chosen.
     if OBSERVE:
         row = tl.load(buffer_rows + token)
         place = tl.load(buffer_slots + token)
@@ -109,11 +110,13 @@ def store(
     tokens, rows, head_dim = qkv.shape
     num_heads = rows - 2 * len(keys)
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    # Without a query buffer nothing is observed, and no stride is used.
     row_stride = 0
     head_stride = 0
     if buffer is not None:
         row_stride = buffer.stride(0)
         head_stride = buffer.stride(1)
+    # A slot counts through all pages of a KV head: keys are [K, pages, P, D].
     num_slots = keys.shape[1] * keys.shape[2]
     # Eight heads a program: enough to load for two warps, few enough for many programs a token.
     heads = min(8, triton.next_power_of_2(rows))

@@ -126,6 +126,7 @@ class Layer(nn.Module):
     def _fused_views(self, kind: str) -> dict[str, Tensor]:
         """What lies in the fused matrices (`kind` "weight") or their biases ("bias"):
         views of rows."""
+        # q, k and v one below the other: the outputs of a product are rows of its matrix.
         views = {}
         qkv = getattr(self.qkv, kind)
         if qkv is not None:
@@ -245,6 +246,7 @@ class Decoder(nn.Module):
         }
         if not self.config.tied:
             views["lm_head.weight"] = self.head.weight[:known]
+        # Every layer names its tensors as if it were alone.
         for i, layer in enumerate(self.layers):
             for name, view in layer.weights().items():
                 views[f"model.layers.{i}.{name}"] = view
@@ -280,6 +282,7 @@ class Decoder(nn.Module):
             "down_proj": replace(mlp, dim=1),
         }
         # 3. A bias follows the outputs: behind a sum every member has all of it.
+        #    Norms are whole everywhere.
         parts = {}
         for name in self.weights():
             *_, module, kind = name.split(".")
@@ -306,6 +309,7 @@ class Decoder(nn.Module):
     def _embedded(self, ids: Tensor) -> Tensor:
         """Rows [T, hidden] of the embedding for ids [T]: each comes from the member that
         holds it."""
+        # The matrix is packed away, or held as a whole, or dealt out.
         if self.rows is not None:
             return self.rows(ids)
         if self.group.size == 1:
