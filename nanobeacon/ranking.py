@@ -162,7 +162,7 @@ class Ranker:
     def _by_chance(self, due: Due, shape: tuple[int, ...]) -> Tensor:
         """Uniform numbers, drawn from each request's seed and position alone; for all heads of the
         model, so that a head's do not depend on who holds it."""
-        layers, candidates = shape[1], shape[3]
+        _, layers, _, candidates = shape
         drawn = []
         for request in due.requests:
             # A number in [0, 1) of 53 bits, made whole again.
