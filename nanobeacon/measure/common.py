@@ -1,4 +1,5 @@
-"""What the measurements share: memory, intervals, columns, and objects that live in processes of their own.
+"""What the measurements share: memory, intervals, columns, and objects that live in
+processes of their own.
 
 Knows nothing of models, engines or of what is measured.
 """
@@ -24,7 +25,8 @@ import torch
 
 
 def listed(kind: Callable[[str], Any], possible: Collection[str] = ()) -> Callable[[str], list]:
-    """A type for argparse: values of a kind between commas, all of them possible where that is said."""
+    """A type for argparse: values of a kind between commas, all of them possible where
+    that is said."""
 
     def values(text: str) -> list:
         parts = text.split(",")
@@ -59,8 +61,10 @@ def refuse(options: Namespace, given: Sequence[str], where: str) -> None:
 
 
 def read_lines(path: Path, right: Callable[[dict], bool], wanted: str) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file. ValueError names the line that is not right, and what is wanted."""
-    found, where = [], str(path)
+    """The objects of a JSON-lines file. ValueError names the line that is not right, and
+    what is wanted."""
+    found = []
+    where = str(path)  # of a mistake
     try:
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             if line.strip():
@@ -89,7 +93,8 @@ def proc_bytes(path: str, name: str) -> int:
 
 
 def peak_memory(device: str) -> int:
-    """Most bytes so far: allocated on the GPU, else resident in this process, mapped files included."""
+    """Most bytes so far: allocated on the GPU, else resident in this process, mapped
+    files included."""
     cuda = device.startswith("cuda")
     return torch.cuda.max_memory_allocated(device) if cuda else proc_bytes("/proc/self/status", "VmHWM")
 
@@ -101,11 +106,13 @@ def free_memory(device: str) -> int:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median of some repeats, the least and the most of them."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def bootstrap(values: Sequence[float], seed: int = 0, rounds: int = 2000) -> dict[str, float]:
-    """Mean of the values, one a prompt or problem, and its 95 % percentile interval under resampling them."""
+    """Mean of the values, one a prompt or problem, and its 95 % percentile interval under
+    resampling them."""
     given = torch.tensor(values, dtype=torch.float64)
     draws = torch.randint(len(given), (rounds, len(given)), generator=torch.Generator().manual_seed(seed))
     low, high = given[draws].mean(1).quantile(given.new_tensor([0.025, 0.975])).tolist()
@@ -119,7 +126,8 @@ def show(value: dict[str, float], digits: str = ".1f") -> str:
 
 
 def model_name(model: str) -> str:
-    """What headings and charts call a model: the last part of its id or folder that says something."""
+    """What headings and charts call a model: the last part of its id or folder that says
+    something."""
     parts = Path(model).parts
     if parts[-2:-1] == ("snapshots",):  # the hub's cache: models--org--name/snapshots/revision
         return parts[-3].rpartition("--")[2]
@@ -137,8 +145,9 @@ def chart_note(result: dict[str, Any], sample: str) -> str:
 def columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table: the first column to the left, the others to the right; None is a dash.
 
-    What is wider than WIDTH becomes several tables below each other. Each of them begins with the columns
-    that tell the rows apart. A cell that is too wide for any table is broken into lines, to the left.
+    What is wider than WIDTH becomes several tables below each other. Each of them begins with
+    the columns that tell the rows apart. A cell that is too wide for any table is broken into
+    lines, to the left.
     """
     lines = [["-" if cell is None else str(cell) for cell in line] for line in (head, *rows)]
     keys = _telling_apart(lines)
@@ -185,15 +194,18 @@ def _parts(widths: Sequence[int], keys: int) -> list[list[int]]:
 
 def fitted(text: str) -> str:
     """The text with its longer lines, which are sentences, broken at WIDTH; a word stays whole."""
-    breaks = {"break_long_words": False, "break_on_hyphens": False}
-    lines = (
-        textwrap.wrap(line, WIDTH, **breaks) if len(line) > WIDTH else [line] for line in text.split("\n")
-    )
-    return "\n".join(part for parts in lines for part in parts)
+    found = []
+    for line in text.split("\n"):
+        if len(line) <= WIDTH:
+            found.append(line)
+        else:
+            found += textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(found)
 
 
 class Worker:
-    """make(*arguments) in a fresh process, whose memory is its own; `call` runs a method there and waits.
+    """make(*arguments) in a fresh process, whose memory is its own; `call` runs a method
+    there and waits.
 
     ValueError there is ValueError here, anything else a RuntimeError that names it. Ends with its context.
     `deadline`, on the clock of time.monotonic, may be set before it is entered: an answer that has not come
@@ -203,10 +215,13 @@ class Worker:
     deadline: float | None = None
 
     def __init__(self, name: str, threads: int, make: Callable, *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would share what the parent has loaded
-        self.name, (self._pipe, there) = name, context.Pipe()
+        # a fork would share what the parent has loaded
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, threads, make, arguments), daemon=True)
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # is inherited: Ctrl-C is for the parent alone,
+        # is inherited: Ctrl-C is for the parent alone,
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._process.start()  # which ends this process
         signal.signal(signal.SIGINT, before)
         there.close()
@@ -228,6 +243,7 @@ class Worker:
         self._process.join()
 
     def call(self, method: str, *arguments: Any) -> Any:
+        """What the object's method returns, there."""
         self._pipe.send((method, arguments))
         return self._answer()
 
@@ -255,7 +271,8 @@ def _serve(pipe: Any, threads: int, function: Callable, arguments: tuple) -> Non
     """What a worker's process does until the other end is gone."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it cleans up
     warnings.simplefilter("ignore", FutureWarning)
-    threading.Thread(target=_end_with_parent, daemon=True).start()  # a parent that is killed says nothing
+    # a parent that is killed says nothing
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     subject = None
     while True:
