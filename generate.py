@@ -1,28 +1,27 @@
 """Text from a model, at the command line: streams to stdout; progress and statistics go to stderr.
 
-Reads a prompt and prints; the options are `nanobeacon/options.py`'s, what is done is
-`nanobeacon.LLM`'s. Exit status: 0; 1 where a request or the output failed; 2 for a user's mistake
-(one line); 130 for Ctrl-C, with what was generated so far kept. What needs torch is imported where
-it is used, so that --help and mistakes do not wait for it.
+Reads a prompt and has it answered. Options are `nanobeacon/options.py`'s, what is printed is
+`printing.py`'s, what is done is `nanobeacon.LLM`'s. What needs torch is imported where it is used,
+so that --help and mistakes do not wait for it.
+
+Exit status: 0; 1 where a request or the output failed; 2 for a user's mistake (one line); 130 for
+Ctrl-C, with what was generated so far kept.
 """
 
 import argparse
 import codecs
 import io
-import json
 import logging
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from nanobeacon.options import DEFAULT_MODEL, check_processes, check_together, parser
+from nanobeacon.printing import answer, closing_lines, name_of, rate, tell
 from nanobeacon.processes import joined, spoken_once
 
 # Options that mean something to the demonstration
@@ -36,9 +35,10 @@ EXAMPLE = (
 
 
 def read_prompt(options: argparse.Namespace) -> str | None:
-    """The prompt: the option, a file or a pipe; None where there is none.
+    """The prompt: the option, a file or a pipe; None where there is none, or only spaces.
 
-    The newline that ends a file or a pipe, and a byte order mark, are no part of it.
+    The newline that ends a file or a pipe, and a byte order mark, are no part of it. ValueError for
+    a file that cannot be read or is no UTF-8.
     """
     # 1. On the command line.
     given = options.prompt if options.text in (None, "-") else options.text
@@ -70,7 +70,7 @@ def read_standard_input() -> str:
     """All of standard input; one that keeps somebody waiting is said on stderr."""
     notice = "Reading the prompt from standard input; Ctrl-D at a terminal ends it."
     waits = threading.Timer(PATIENCE, print, (notice,), {"file": sys.stderr, "flush": True})
-    waits.daemon = True
+    waits.daemon = True  # Ctrl-C does not wait for it
     waits.start()
     try:
         return sys.stdin.read()
@@ -107,7 +107,7 @@ def demonstrate(options: argparse.Namespace) -> int:
 
 
 def write_page(records: list[dict[str, Any]], file: str) -> None:
-    """The retention page of one run, or of two side by side."""
+    """The retention page of one run, or of two side by side. OSError where it cannot be written."""
     from nanobeacon.measure import retention
 
     with open(file, "w", encoding="utf-8") as out:
@@ -127,7 +127,11 @@ def record(llm: Any, request: Any, options: argparse.Namespace) -> dict[str, Any
 
 
 def answer_prompts_file(options: argparse.Namespace, everyone: Any, group: Any) -> int:
-    """Answer a file of prompts into a file; returns the exit status."""
+    """Answer a file of prompts into a file; returns the exit status.
+
+    everyone: all processes, which share out the lines; group: those that compute one model with
+    this one.
+    """
     from nanobeacon import batchfile
 
     source = Path(options.prompts_file)
@@ -151,7 +155,10 @@ def answer_prompts_file(options: argparse.Namespace, everyone: Any, group: Any) 
 
 
 def set_threads(options: argparse.Namespace, model: str) -> None:
-    """Give torch the threads that the user wants, or one for a tiny model."""
+    """Give torch the threads that the user wants, or one for a tiny model.
+
+    In a product of small matrices threads would mostly wait for each other.
+    """
     import torch
 
     from nanobeacon.config import read_config
@@ -169,7 +176,10 @@ def set_threads(options: argparse.Namespace, model: str) -> None:
 
 
 def cut_to_context(options: argparse.Namespace, model: str) -> None:
-    """--max-tokens beyond the context becomes what the context leaves, with a word on stderr."""
+    """--max-tokens beyond the context becomes what the context leaves, with a word on stderr.
+
+    For a number that no prompt could be short enough for; `within_context` sees to the others.
+    """
     from nanobeacon.config import read_config
     from nanobeacon.hub import resolve
 
@@ -194,6 +204,7 @@ def load(options: argparse.Namespace, group: Any) -> Any:
     protect = options.protect
     if protect.lstrip("-").isdigit():
         protect = int(protect)
+    # Requests at once: each takes room in the cache, so that one prompt reserves for itself only.
     seats = options.max_num_seqs
     if not seats:
         seats = 16 if options.prompts_file else min(options.n, 64)
@@ -233,80 +244,6 @@ def params(options: argparse.Namespace) -> Any:
         stop_token_ids=options.stop_token_id,
         n=options.n,
     )
-
-
-def show(pieces: Iterator[tuple[Any, str]], requests: Sequence[Any]) -> None:
-    """Print completions as they grow: the first at once, the next one when those before it
-    have ended."""
-    held = dict.fromkeys(requests, "")  # the text of each that is not printed yet
-    ended = set()
-    current = 0  # the completion that is being printed
-    announce(0, len(requests))
-    for request, piece in pieces:
-        held[request] += piece
-        if request.finish_reason is not None:
-            ended.add(request)
-        # Whatever the current one has; where it has ended, also what the next ones wrote meanwhile.
-        while current < len(requests):
-            print(held[requests[current]], end="", flush=True)
-            held[requests[current]] = ""
-            if requests[current] not in ended:
-                break
-            print(flush=True)
-            current += 1
-            announce(current, len(requests))
-
-
-def announce(completion: int, n: int) -> None:
-    """Say on stderr which completion follows, where there are several."""
-    if 1 < n and completion < n:
-        print(f"--- completion {completion + 1} of {n}", file=sys.stderr, flush=True)
-
-
-def answer(llm: Any, prompt: Any, sampling: Any, as_json: bool) -> tuple[list[Any], bool]:
-    """Generate and print the completions of one prompt: their requests, and whether
-    Ctrl-C ended them.
-
-    ValueError for a prompt that cannot run."""
-    requests = llm.submit([prompt], sampling)
-    interrupted = False
-    if requests[0].error:
-        raise ValueError(requests[0].error)
-    pieces = llm.run(requests)
-    try:
-        if as_json:
-            for _ in tqdm(pieces, unit=" tokens", leave=False, disable=None):
-                pass
-        else:
-            show(pieces, requests)
-    except KeyboardInterrupt:
-        interrupted = True
-        pieces.close()  # which aborts the requests; what they have so far stays
-        print(file=sys.stderr if as_json else sys.stdout, flush=True)
-    if as_json:
-        for request in requests:
-            print(json_line(fields_of(llm, request)), flush=True)
-    return requests, interrupted
-
-
-def fields_of(llm: Any, request: Any) -> dict[str, Any]:
-    """What --json prints of a completion."""
-    from nanobeacon.llm import output_of
-
-    fields = asdict(output_of(request, request.arrival))
-    fields.pop("trace")  # far too long for a line; --trace draws it
-    fields["stats"] = asdict(llm.stats)
-    return fields
-
-
-def json_line(value: Any) -> str:
-    """JSON on one line, escaped where the encoding of stdout has not all of its characters."""
-    line = json.dumps(value, ensure_ascii=False)
-    try:
-        line.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        line = json.dumps(value)
-    return line
 
 
 def complete(llm: Any, text: str, options: argparse.Namespace) -> int:
@@ -358,7 +295,10 @@ def within_context(llm: Any, prompt: Any, sampling: Any) -> Any:
 
 
 def compared(prompt: Any, options: argparse.Namespace, group: Any) -> dict[str, Any]:
-    """The same prompt under the policy of --compare, silently; what the page shows of it."""
+    """The same prompt under the policy of --compare, silently; what the page shows of it.
+
+    It has an engine of its own: a cache holds what one policy has left in it.
+    """
     second = argparse.Namespace(**vars(options))
     second.policy = options.compare
     if options.compare == "full":  # which takes none of what acts under a budget
@@ -376,21 +316,19 @@ def compared(prompt: Any, options: argparse.Namespace, group: Any) -> dict[str, 
     return record(llm, requests[0], second)
 
 
-def name_of(request: Any, n: int) -> str:
-    """How one of n completions is spoken of."""
-    return "The answer" if n == 1 else f"Completion {request.completion + 1}"
-
-
 def thinking(options: argparse.Namespace) -> dict[str, Any]:
     """What the chat template is told about thinking: nothing unless the user says so."""
     return {} if options.thinking is None else {"enable_thinking": options.thinking}
 
 
 def converse(llm: Any, options: argparse.Namespace) -> int:
-    """Hold a conversation on standard input; returns the exit status."""
+    """Hold a conversation on standard input; returns the exit status.
+
+    Lines and commands are `nanobeacon/chat.py`'s; here an answer is printed, and what it took.
+    """
     from nanobeacon import chat
 
-    turns: list[list[Any]] = []
+    turns: list[list[Any]] = []  # the requests of each, for the closing lines
 
     def answer_turn(prompt: list[int], sampling: Any) -> Any:
         """One answer, printed, and a line about it; gives its request."""
@@ -418,49 +356,6 @@ def converse(llm: Any, options: argparse.Namespace) -> int:
         tell(closing_lines(llm, turns))
 
 
-def closing_lines(llm: Any, groups: Sequence[Sequence[Any]]) -> str:
-    """What it took: speed, what was kept of the tokens, and what the cache held.
-
-    groups: requests that ran together; those of different groups ran one after the other.
-    """
-    stats = llm.stats
-    # 1. Speed. The first token of each request is the prefill's.
-    requests = [request for group in groups for request in group]
-    decoded = stats.output_tokens - len(requests)
-    prefill = f"prefill {rate(stats.prompt_tokens, stats.prefill_seconds):.1f} tokens/s"
-    if stats.prefix_tokens:
-        prefill += f", {stats.prefix_tokens:,} prompt tokens known from before"
-    decode = f"decode {rate(decoded, stats.decode_seconds):.1f} tokens/s ({stats.output_tokens} new tokens)"
-    # 2. What was kept of the longest text.
-    longest = max((request.num_computed for request in requests), default=0)
-    most = stats.peak_cached_tokens
-    kept = f"kept {most:,} of {longest:,} tokens a head ({100 * most / max(longest, 1):.1f} %)"
-    # 3. Memory: of pages that are reserved some slots are empty. Completions share their
-    #    prompt's pages.
-    token_bytes = llm.engine.page_bytes / llm.engine.config.page_size
-    held_by_group = [sum(min(request.num_computed, most) for request in group) for group in groups]
-    used = min(max(held_by_group, default=0) * token_bytes, stats.peak_kv_bytes)
-    memory = (
-        f"KV {stats.peak_kv_bytes / 1e6:,.1f} MB reserved, {used / 1e6:,.1f} MB used, "
-        f"{stats.full_kv_bytes / 1e6:,.1f} MB without a budget"
-    )
-    # 4. What eviction costs.
-    seconds = stats.prefill_seconds + stats.decode_seconds
-    share = 100 * rate(stats.eviction_seconds, seconds)
-    evictions = f"{stats.evictions} evictions, {share:.1f} % of the time"
-    return f"{prefill}, {decode}\n{kept}; {memory}; {evictions}"
-
-
-def rate(amount: float, seconds: float) -> float:
-    """An amount per second, at least 0, also where no time has passed."""
-    return max(amount, 0) / max(seconds, 1e-9)
-
-
-def tell(text: str) -> None:
-    """What is no part of the answer goes to stderr."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def open_streams() -> None:
     """Where a stream is closed nothing is read or said; what stdout cannot express is replaced."""
     for name in ("stdin", "stderr"):
@@ -471,7 +366,11 @@ def open_streams() -> None:
 
 
 def serve(options: argparse.Namespace, everyone: Any, group: Any) -> int:
-    """Do what the options ask for; returns the exit status."""
+    """Do what the options ask for; returns the exit status.
+
+    In the order in which they win: a file of prompts, a conversation, a prompt. Without a prompt
+    and a model it is the demonstration; a model alone answers the built-in example.
+    """
     if options.prompts_file is not None:
         return answer_prompts_file(options, everyone, group)
     if options.chat:
@@ -493,7 +392,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(arguments: list[str] | None) -> int:
-    """The program; returns its exit status."""
+    """The program; returns its exit status, which the module's docstring lists.
+
+    What a user can do about is one line on stderr; anything else shows where it happened.
+    """
     open_streams()
     options = parser().parse_args(arguments)
     if sys.stdout is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .llm import LLM
+from .printing import tell
 from .request import Request, SamplingParams
 
 PROMPT = "> "
@@ -161,8 +162,3 @@ def _edited_line() -> str | None:
     except EOFError:
         print()
         return None
-
-
-def tell(text: str) -> None:
-    """What is said about the conversation goes to stderr: stdout holds the answers."""
-    print(text, file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ Add = Callable[..., Any]  # `add_argument` of a parser or of a group of options
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line, where argparse would print all options first."""
 
     def error(self, message: str) -> NoReturn:
         """End with status 2, as for every mistake of the user's."""
@@ -27,7 +27,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """All options, in the order and the groups in which --help shows them."""
+    """All options, in the order and the groups in which --help shows them.
+
+    A default of None means that the option was not given: then the checkpoint, the policy or the
+    engine has its own number.
+    """
     p = Parser(
         prog="generate.py",
         description="Generate text with a Qwen, Llama or Mistral checkpoint, its KV cache within a budget.",
@@ -47,6 +51,7 @@ def _add_general(p: Parser) -> None:
     add("--version", action="version", version=f"nanobeacon {__version__}")
     add("--model", help=f"folder or hub id (with a prompt {DEFAULT_MODEL}, else a demonstration)")
 
+    # Where the prompt comes from: at most one of these
     add_one_of = p.add_mutually_exclusive_group().add_argument
     from_input = "the prompt; - reads it from standard input"
     add_one_of("text", nargs="?", metavar="PROMPT", help=from_input)
@@ -57,6 +62,7 @@ def _add_general(p: Parser) -> None:
     conversation = "hold a conversation; /help in it lists its commands"
     add_one_of("--chat", action="store_true", help=conversation)
 
+    # How it is read, and where the answers to a file go
     add("--raw", action="store_true", help="no chat template: the model continues the text")
     how = "whether the chat template lets the model think first (default: the template's own)"
     add("--thinking", action=argparse.BooleanOptionalAction, help=how)
@@ -65,7 +71,11 @@ def _add_general(p: Parser) -> None:
 
 
 def _add_cache(add: Add) -> None:
-    """The budget, and what is kept within it."""
+    """The budget, and what is kept within it.
+
+    --policy has no list of choices: a policy of the user's own is named by its module. What goes
+    together here is checked by `policies.settle`, for every user of the package alike.
+    """
     own = "(default: the policy's own, beacon's is {})"
     add("--budget", type=int, help="output tokens kept in the cache (default: all)")
     policies = f"{', '.join(POLICIES)}, or module:name of your own (default: %(default)s)"
@@ -80,7 +90,7 @@ def _add_cache(add: Add) -> None:
 
 
 def _add_sampling(add: Add) -> None:
-    """The fields of SamplingParams that have an option, which checks their values."""
+    """The fields of SamplingParams that have an option; it checks their values."""
     add("--max-tokens", type=int, help="default: what the context leaves")
     add("--temperature", type=float, help="0 is greedy")
     add("--top-p", type=float, help="up to 1, which is off; 0 is the best token alone")
@@ -90,6 +100,7 @@ def _add_sampling(add: Add) -> None:
     add("--min-tokens", type=int, help="no end and no stop string before so many")
     add("--seed", type=int, help="the same seed gives the same draws (default: new ones each time)")
     add("--n", type=int, default=1, help="completions of the prompt (default: %(default)s)")
+    # Texts and ids that end an answer, besides the model's own
     stop = "ends the text before it; repeatable"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     stop = "ends it; repeatable"
@@ -99,6 +110,7 @@ def _add_sampling(add: Add) -> None:
 def _add_output(add: Add) -> None:
     """The device, and what is written besides the text or instead of it."""
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
+    # torch's own dtypes have no names at the command line, so that these are all
     dtypes = f"{', '.join(DTYPES)} (default: %(default)s)"
     add("--dtype", default="auto", choices=DTYPES, help=dtypes)
     add("--threads", type=int, help="of the CPU (default: torch's own, 1 for tiny models)")
@@ -109,7 +121,10 @@ def _add_output(add: Add) -> None:
 
 
 def _add_processes(add: Add) -> None:
-    """How the processes that torchrun has started share the work."""
+    """How the processes that torchrun has started share the work.
+
+    Both may be given: groups of T, each with a model and lines of its own.
+    """
     how = "so many compute one model together (default: all; 1 with --data-parallel)"
     add("--tensor-parallel", type=int, metavar="T", help=how)
     how = "each T of them have a model of their own and take lines of --prompts-file"
@@ -117,7 +132,10 @@ def _add_processes(add: Add) -> None:
 
 
 def check_together(options: argparse.Namespace) -> None:
-    """ValueError for options that do not go together."""
+    """ValueError, naming the option, for options that do not go together.
+
+    An option that would have no effect is a mistake too: its user expects one.
+    """
     _check_page(options)
     _check_batch(options)
     if options.chat and (options.n != 1 or options.raw):
@@ -125,7 +143,10 @@ def check_together(options: argparse.Namespace) -> None:
 
 
 def _check_page(options: argparse.Namespace) -> None:
-    """What --trace and --compare need: one completion, and a place for its page."""
+    """What --trace and --compare need: one completion, and a place for its page.
+
+    The folder is looked for now, as the page is written when the whole answer is there.
+    """
     if options.compare is not None:
         possible = f"a name of {', '.join(POLICIES)} is possible"
         check(options.compare in POLICIES, "--compare", options.compare, possible)
