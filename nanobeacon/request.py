@@ -12,6 +12,7 @@ from .policies import check, check_whole
 
 # (token ids, one row of logits) -> a row, or None
 LogitsProcessor = Callable[[list[int], Any], Any]
+Listener = Callable[[int, Any], None]  # sees (index, logits) of each output token
 
 # Number fields: what is possible, in code and in words. None is "not given" in all of them.
 NUMBERS = {
@@ -149,18 +150,20 @@ def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-Listener = Callable[[int, Any], None]  # sees (index, logits) of each output token
-
-
 @dataclass(eq=False)
 class Request:
-    """One completion on its way. Three lengths and how they relate: num_tokens = prompt + output,
-    what was read or sampled; num_computed <= num_tokens, the positions whose keys and values were
-    computed; cached_length <= num_computed, the slots still held, which eviction lowers. The next
-    position is num_computed, the next slot is cached_length: one is logical, the other physical."""
+    """One completion on its way: what was asked, what came of it, and where its cache lies.
 
-    # number of its prompt in the order of arrival; the n completions of one prompt share it
-    arrival: int
+    Three lengths, and how they relate:
+    - num_tokens = prompt + output: what was read or sampled;
+    - num_computed <= num_tokens: the positions whose keys and values were computed;
+    - cached_length <= num_computed: the slots still held, which eviction lowers.
+    The next position is num_computed, the next slot is cached_length: one is logical, the other
+    physical.
+    """
+
+    # What was asked
+    arrival: int  # number of its prompt; the n completions of one prompt share it
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
@@ -169,21 +172,30 @@ class Request:
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     forced: list[int] | None = None  # output tokens that are given instead of sampled
+
+    # What has come of it
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     trace: list[Any] = field(default_factory=list)
     kept_scores: Any = None  # [L, K, n], what a policy's own score gave the slots it chose to keep
+
+    # Its text
     num_text_tokens: int = 0  # output tokens that are text: all but the one that ended the request
     stream: Any = None  # its growing text, where there is a tokenizer …
     num_decoded: int = 0  # … of so many tokens so far
     num_seen: int = 0  # output tokens that whoever runs it knows of
+
+    # How its next token is sampled
     on_logits: Listener | None = None
     draw: Any = None  # how its tokens are sampled, but for the random number
     # what changes its logits before a token is sampled, where something does
     processing: Any = None
-    finish_reason: str | None = None
+
+    # How it has ended; None while it has not
+    finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None
 
+    # Where its keys, values and queries lie
     num_computed: int = 0
     cached_length: int = 0
     pages: list[int] = field(default_factory=list)
@@ -191,8 +203,7 @@ class Request:
     one_run: bool = False  # whether these lie behind each other
     row: int = 0  # its row of the query buffer and of the page table; 0 is nobody's
     buffer_count: int = 0  # queries held in that row, for policies that reduce
-    # completion of the same prompt whose prefill this one waits for
-    leader: "Request | None" = None
+    leader: "Request | None" = None  # completion of the same prompt whose prefill it waits for
     budgeted: bool = False  # an eviction may touch what is not protected
     prefix_node: Any = None  # the last of its pages that the prefix cache knows …
     pages_inserted: int = 0  # … and how many these are

@@ -16,8 +16,8 @@ class Stats:
     output_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    # part of decode_seconds, or of prefill_seconds where a prompt evicts; on a GPU those of a step are
-    # known, and counted, a step later
+    # part of decode_seconds, or of prefill_seconds where a prompt evicts; on a GPU those of a step
+    # are known, and counted, a step later
     eviction_seconds: float = 0.0
     evictions: int = 0
     peak_cached_tokens: int = 0  # most held by one request
