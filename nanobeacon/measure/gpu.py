@@ -1,13 +1,14 @@
 """What `bench.py gpu` measures: all that only a GPU can show, in one go of at most `--minutes`.
 
-The parts, in order: the outcome of the tests marked `gpu`; the rate of a plain copy; the kernels' times; a
-profile of decode steps; steps with and without CUDA graphs; the largest batch that fits; the rows of the
-paper's Table 4, in what time is left. Each runs in processes of its own, so that one that fails, hangs or
-runs out of memory takes no other along. Small enough (`--scale`, a small model) all of it runs on a CPU too.
+The parts, in order: the outcome of the tests marked `gpu`; the rate of a plain copy; the kernels'
+times; a profile of decode steps; steps with and without CUDA graphs; the largest batch that fits;
+the rows of the paper's Table 4, in what time is left. Each runs in processes of its own, so that
+one that fails, hangs or runs out of memory takes no other along. Small enough (`--scale`, a small
+model) all of it runs on a CPU too.
 
-Table 4's rows would take hours as the paper ran them. Here each is measured where its steps cost the mean:
-under a budget over two whole periods after the budget is reached, evictions included, with the full cache
-behind half of the tokens that are generated there.
+Table 4's rows would take hours as the paper ran them. Here each is measured where its steps cost
+the mean: under a budget over two whole periods after the budget is reached, evictions included,
+with the full cache behind half of the tokens that are generated there.
 """
 
 import json
@@ -20,6 +21,7 @@ from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,13 +40,14 @@ from .systems import Nanobeacon, System, changed, start
 from .throughput import largest
 
 PRESET = "qwen3-4b"  # the model of Table 4
-PROFILED = 20  # decode steps
+PROFILED = 20  # decode steps under the profiler
 TIMED = 64  # decode steps of which the median is taken
-PROFILES = ((14, 2048), (192, 2048))  # batch, budget
-GRAPHS = (14, 2048)
-LARGEST = (2048, 1024)  # budgets
+# Table 4's small and large batch
+PROFILES = ((14, 2048), (192, 2048))  # (batch, budget) of the profile
+GRAPHS = (14, 2048)  # … and of the steps with and without graphs
+LARGEST = (2048, 1024)  # budgets whose largest batch is searched
 TESTS = Path(nanobeacon.__file__).parents[1] / "tests"
-# What a device did, by the categories of a profiler's trace
+# What a device did, by the categories of a profiler's trace; a CPU's operators stand for kernels
 KERNELS = {"cuda": ("kernel",), "cpu": ("cpu_op",)}
 COPIES = ("gpu_memcpy", "gpu_memset")
 
@@ -57,25 +60,46 @@ class Late(Exception):
     """A part began after its time."""
 
 
-# ---------------------------------------------------------------------------------------------- running
+# ------------------------------------------------------------------------------------------ running
 
 
 def add_arguments(p: ArgumentParser) -> None:
-    p.set_defaults(prompt_length=64, output_length=None, repeats=1, shared_prefix=0, no_cuda_graphs=False)
-    p.set_defaults(load="dummy")
+    """The options of `bench.py gpu`; those that a user cannot set are what a system's
+    worker asks for."""
+    p.set_defaults(
+        prompt_length=64,
+        output_length=None,
+        repeats=1,
+        shared_prefix=0,
+        no_cuda_graphs=False,
+        load="dummy",
+    )
     p.add_argument("--minutes", type=float, default=12, help="that it may take (default: 12)")
     p.add_argument(
-        "--parts", type=listed(str, PARTS), default=list(PARTS), metavar="A,B",
+        "--parts",
+        type=listed(str, PARTS),
+        default=list(PARTS),
+        metavar="A,B",
         help=f"of {', '.join(PARTS)} (default: all)",
-    )  # fmt: skip
-    p.add_argument("--scale", type=int, default=1, help="divides batches, budgets and lengths (default: 1)")
+    )
     p.add_argument(
-        "--memory", type=float, metavar="GB", help="of the largest batch (default: 80 %% of what is free)"
+        "--scale",
+        type=int,
+        default=1,
+        help="divides batches, budgets and lengths (default: 1)",
+    )
+    p.add_argument(
+        "--memory",
+        type=float,
+        metavar="GB",
+        help="of the largest batch (default: 80 %% of what is free)",
     )
 
 
 def run(options: Namespace) -> dict[str, Any]:
-    """What each part found, and how each ended. ValueError for what cannot be measured at all."""
+    """What each part found, by its name; in "parts" how each ended.
+
+    ValueError for what cannot be measured at all. What fails later fails its own part."""
     _check(options)
     began = time.monotonic()
     end = began + 60 * options.minutes
@@ -83,7 +107,9 @@ def run(options: Namespace) -> dict[str, Any]:
     for name in tqdm(options.parts, "gpu", leave=False, disable=None):
         part = PARTS[name]
         part_began = time.monotonic()
+        # 1. A part's time: its share of the whole, and never past the end.
         until = min(end, part_began + part.share * (end - began))
+        # 2. What it finds is kept under its name; the next one goes on, however it ends.
         outcome = "done"
         try:
             if part_began >= end:
@@ -100,6 +126,7 @@ def run(options: Namespace) -> dict[str, Any]:
 
 
 def _check(options: Namespace) -> None:
+    """ValueError names the option that makes all parts impossible, and what is possible."""
     if not 0 < options.minutes < float("inf"):
         raise ValueError(f"--minutes {options.minutes}: a number above 0 is possible")
     if options.scale < 1:
@@ -107,73 +134,91 @@ def _check(options: Namespace) -> None:
     if options.memory is not None and not 0 < options.memory < float("inf"):
         raise ValueError(f"--memory {options.memory}: a number of GB above 0 is possible")
     if options.device == "cpu" and options.scale == 1:
-        raise ValueError(
-            "--device cpu: these sizes need a GPU; a CPU can run a small --model with --scale 16"
-        )
+        possible = "a CPU can run a small --model with --scale 16"
+        raise ValueError(f"--device cpu: these sizes need a GPU; {possible}")
     for policy, budget, _, _ in TABLE_4:
+        scaled = None if budget is None else budget // options.scale
         try:
-            settle(policy, budget and budget // options.scale)
+            settle(policy, scaled)
         except ValueError as error:
             raise ValueError(f"--scale {options.scale} is too large: {error}") from None
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """An error in one line, for tables."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:300]}"
 
 
 def _scaled(job: Namespace, number: int) -> int:
+    """A batch or a length, divided by --scale."""
     return max(1, number // job.scale)
 
 
 def _worker(until: float, worker: Worker) -> Worker:
-    """The worker, which is given up when its time is over."""
+    """The worker, which is given up when its time is over: `until`, of `time.monotonic`."""
     worker.deadline = until
     return worker
 
 
 class Call:
-    """A function and its arguments, for a process of their own."""
+    """A function and its arguments: what a worker's process holds where else a system stands."""
 
     def __init__(self, function: Callable, *arguments: Any) -> None:
         self.function = function
         self.arguments = arguments
 
     def result(self) -> Any:
+        """What the function returns, each time anew."""
         return self.function(*self.arguments)
 
 
 def _apart(name: str, job: Namespace, until: float, function: Callable, *arguments: Any) -> Any:
-    """What a function returns in a process of its own."""
+    """What a function returns in a process of its own, which takes its memory along when it ends.
+
+    name: for messages. Raises what the function raises, and gives up at `until`."""
     with _worker(until, Worker(name, job.threads, Call, function, *arguments)) as worker:
         return worker.call("result")
 
 
-# ------------------------------------------------------------------------------------------------ tests
+# -------------------------------------------------------------------------------------------- tests
 
 
 def tests(job: Namespace, found: dict[str, Any], until: float) -> dict[str, Any]:
-    """The outcome of `pytest -m gpu`, as far as it came."""
-    files = [path.name for path in sorted(TESTS.glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    """The outcome of `pytest -m gpu`, as far as it came: `outcomes`, and whether it ended
+    in time."""
+    # 1. Only the files that have such tests: collecting the others takes time.
+    paths = sorted(TESTS.glob("test_*.py"))
+    files = [path.name for path in paths if "mark.gpu" in path.read_text()]
     if not files:
         raise NotHere("no tests")
-    # -v twice: pyproject.toml has taken one away
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "--tb=line", "-p", "no:cacheprovider"]
+    # 2. The tests, in a process. -v twice: pyproject.toml has taken one away.
+    command = [sys.executable, "-m", "pytest", "-m", "gpu"]
+    command += ["-vv", "--tb=line", "-p", "no:cacheprovider"]
+    command += files
     in_time = True
     try:
         ended = subprocess.run(
-            [*command, *files], cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command,
+            cwd=TESTS,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             timeout=max(1, until - time.monotonic()),
-        )  # fmt: skip
+        )
         output = ended.stdout
     except subprocess.TimeoutExpired as late:
         in_time = False
         output = late.stdout or b""
-    return outcomes(output.decode(errors="replace")) | {"in_time": in_time}
+    # 3. What it wrote tells, even where its time was over.
+    told = outcomes(output.decode(errors="replace"))
+    told["in_time"] = in_time
+    return told
 
 
 def outcomes(output: str) -> dict[str, Any]:
-    """Numbers of tests by outcome, and the names of those that went wrong, of what `pytest -v` wrote."""
-    lines = re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", output, re.MULTILINE)
+    """Numbers of tests by outcome, and those that went wrong and why, of what `pytest -v` wrote."""
+    one_test = r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b"
+    lines = re.findall(one_test, output, re.MULTILINE)
     if not lines:
         raise RuntimeError(f"pytest ran no test: {output[-300:]}")
     counts: dict[str, int] = defaultdict(int)
@@ -181,10 +226,11 @@ def outcomes(output: str) -> dict[str, Any]:
         counts[outcome.lower()] += 1
     wrong = [name for name, outcome in lines if outcome in ("FAILED", "ERROR")]
     reasons = re.findall(r"^(?:E |/).*(?:Error|Exception).*$", output, re.MULTILINE)
-    return {"counts": dict(counts), "wrong": wrong, "reasons": [line[:200] for line in reasons[:20]]}
+    first_reasons = [line[:200] for line in reasons[:20]]
+    return {"counts": dict(counts), "wrong": wrong, "reasons": first_reasons}
 
 
-# ---------------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------------------ kernels
 
 
 def bandwidth(job: Namespace, found: dict[str, Any], until: float) -> dict[str, float]:
@@ -197,46 +243,60 @@ def kernel_times(job: Namespace, found: dict[str, Any], until: float) -> list[di
     return _apart("kernels", job, until, kernels.timings, job.device)
 
 
-# ---------------------------------------------------------------------------------------------- profile
+# ------------------------------------------------------------------------------------------ profile
 
 
 class Profiled(Nanobeacon):
     """The engine with its decode steps under a profiler."""
 
     def profile(self, steps: int) -> list[dict[str, Any]]:
-        """The trace of so many steps: events with `cat`, `name`, `ts` and `dur` (microseconds), `tid`."""
+        """The trace of so many steps: events with `cat`, `name`, `ts` and `dur`
+        (microseconds), `tid`."""
+        # 1. The steps. A GPU must be done before the profiler stops.
         activity = torch.profiler.ProfilerActivity
         cuda = self.job.device.startswith("cuda")
-        with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:
+        watched = activity.CUDA if cuda else activity.CPU
+        with torch.profiler.profile(activities=[watched]) as profiler:
             self.advance(steps)
             if cuda:
                 torch.cuda.synchronize()
+        # 2. Its trace, which it gives away as a file only, and of that what a device did.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(path))
             trace = json.loads(path.read_text())
-        wanted = (*KERNELS["cuda" if cuda else "cpu"], *COPIES)
+        wanted = KERNELS["cuda" if cuda else "cpu"] + COPIES
         return [event for event in trace["traceEvents"] if event.get("cat") in wanted]
 
 
 def profile(job: Namespace, found: dict[str, Any], until: float) -> list[dict[str, Any]]:
-    """Launches, copies and gaps of decode steps, one row for each of PROFILES; on a CPU operators."""
+    """Launches, copies and gaps of decode steps, one row for each of PROFILES; on a CPU
+    operators."""
     rows = []
     for batch, budget in PROFILES:
+        # The step's own time is taken before: a profiler slows steps down.
         system, at_work = _middle_of_a_period(job, batch, budget, steps=PROFILED + TIMED)
         worker = Worker(f"profile {at_work.batch}", job.threads, Profiled, system, at_work)
         with _worker(until, worker):
             step_ms = _median_step_ms(worker, at_work, TIMED)
             events = worker.call("profile", PROFILED)
-        row = {"batch": at_work.batch, "budget": system.budget, "steps": PROFILED, "step_ms": step_ms}
-        rows.append(row | summary(events, PROFILED))
+        row = {
+            "batch": at_work.batch,
+            "budget": system.budget,
+            "steps": PROFILED,
+            "step_ms": step_ms,
+        }
+        row.update(summary(events, PROFILED))
+        rows.append(row)
     return rows
 
 
 def summary(events: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """A step's launches and copies, the time something ran and the time nothing did, and what took most.
+    """A step's launches and copies, the time something ran and the time nothing did, and what
+    took most.
 
-    Of operators that call others only the outermost counts."""
+    events: as `Profiled.profile` gives them, of so many steps. Of operators that call others only
+    the outermost counts."""
     # 1. What ran, one after the other; `until` is when the last one on any stream was over.
     copies = 0
     launches = 0
@@ -284,8 +344,15 @@ def summary(events: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
     }
 
 
-def _middle_of_a_period(job: Namespace, batch: int, budget: int, steps: int) -> tuple[System, Namespace]:
-    """Requests whose caches are as long as they are in the mean under the budget: their prompt is."""
+def _middle_of_a_period(
+    job: Namespace,
+    batch: int,
+    budget: int,
+    steps: int,
+) -> tuple[System, Namespace]:
+    """Requests whose caches are as long as they are in the mean under the budget: their prompt is.
+
+    The output lasts for the prefill and for `steps` decode steps."""
     system = System(policy="beacon", budget=_scaled(job, budget))
     period = system.budget // kernels.PERIODS
     batch = _scaled(job, batch)
@@ -303,12 +370,13 @@ def _median_step_ms(worker: Worker, job: Namespace, steps: int) -> float:
     """Of so many decode steps of the whole batch, after its prefill."""
     worker.call("begin", 0)
     worker.call("advance", prefill_steps(job.batch, job.prompt_length))
-    taken = [seconds for _, seconds, tokens in worker.call("advance", steps) if tokens == job.batch]
+    advanced = worker.call("advance", steps)
+    taken = [seconds for _, seconds, tokens in advanced if tokens == job.batch]
     return round(1000 * median(taken), 3)
 
 
 def graphs(job: Namespace, found: dict[str, Any], until: float) -> list[dict[str, Any]]:
-    """Decode steps without CUDA graphs and with them."""
+    """Decode steps without CUDA graphs and with them, on the same requests: what graphs save."""
     if job.device == "cpu":
         raise NotHere("cpu")
     rows = []
@@ -317,59 +385,87 @@ def graphs(job: Namespace, found: dict[str, Any], until: float) -> list[dict[str
         at_work.no_cuda_graphs = eager
         with _worker(until, start(system, at_work)) as worker:
             step_ms = _median_step_ms(worker, at_work, TIMED)
-        rows.append({"steps": name, "batch": at_work.batch, "budget": system.budget, "step_ms": step_ms})
+        row = {
+            "steps": name,
+            "batch": at_work.batch,
+            "budget": system.budget,
+            "step_ms": step_ms,
+        }
+        rows.append(row)
     return rows
 
 
-# ---------------------------------------------------------------------------------------- largest batch
+# ------------------------------------------------------------------------------------ largest batch
 
 
 def largest_batches(job: Namespace, found: dict[str, Any], until: float) -> list[dict[str, Any]]:
-    """The largest batch that fits under each of LARGEST: every request admitted, with all its pages."""
+    """The largest batch that fits under each of LARGEST: every request admitted, with all
+    its pages."""
     rows = []
     for budget in LARGEST:
         system = System(policy="beacon", budget=_scaled(job, budget))
         # Longer than the budget, so that a request reserves all the pages that it can ever hold.
         longer = changed(job, output_length=2 * system.budget)
-
-        def admitted(batch: int, system: System = system, job: Namespace = longer) -> dict[str, Any]:
-            with _worker(until, start(system, changed(job, batch=batch))) as worker:
-                worker.call("begin", 0)
-                steps = worker.call("advance", prefill_steps(batch, job.prompt_length) + 8)
-                report = worker.call("report")
-            _, seconds, tokens = steps[-1]
-            if tokens != batch:
-                raise RuntimeError(f"{tokens} of {batch} requests decode")
-            row = {"budget": system.budget, "batch": batch, "tokens_per_second": round(batch / seconds, 1)}
-            return row | {"memory_bytes": report["memory_bytes"], "kv_bytes": report["kv_bytes"]}
-
-        rows.append(largest(system, longer, admitted))
+        rows.append(largest(system, longer, partial(_admitted, system, longer, until)))
     return rows
 
 
-# ----------------------------------------------------------------------------------------------- Table 4
+def _admitted(system: System, job: Namespace, until: float, batch: int) -> dict[str, Any]:
+    """What a batch takes and how fast it is; RuntimeError where not all of its requests decode."""
+    with _worker(until, start(system, changed(job, batch=batch))) as worker:
+        worker.call("begin", 0)
+        steps = worker.call("advance", prefill_steps(batch, job.prompt_length) + 8)
+        report = worker.call("report")
+    _, seconds, tokens = steps[-1]
+    if tokens != batch:
+        raise RuntimeError(f"{tokens} of {batch} requests decode")
+    return {
+        "budget": system.budget,
+        "batch": batch,
+        "tokens_per_second": round(batch / seconds, 1),
+        "memory_bytes": report["memory_bytes"],
+        "kv_bytes": report["kv_bytes"],
+    }
+
+
+# ------------------------------------------------------------------------------------------ Table 4
 
 
 def table4(job: Namespace, found: dict[str, Any], until: float) -> list[dict[str, Any]]:
-    """The paper's rows, each beside the paper's tokens/s and the floor at the copy's rate; a row that fails
-    holds its error. A row may take twice its even share of the time that is left."""
+    """The paper's rows, each beside the paper's tokens/s and the floor at the copy's rate.
+
+    A row that fails holds its error. A row may take twice its even share of the time that
+    is left."""
     rows = []
     copied = found.get("bandwidth", {}).get("bytes_per_second")
     for i, (policy, budget, batch, paper) in enumerate(TABLE_4):
-        system = System(policy=policy, budget=budget and budget // job.scale)
+        # 1. The row as the paper has it, in this machine's size.
+        scaled = None if budget is None else budget // job.scale
+        system = System(policy=policy, budget=scaled)
         batch = _scaled(job, batch)
-        row = {"policy": policy, "budget": system.budget, "batch": batch, "paper_tokens_per_s": paper}
-        left = until - time.monotonic()
-        row_until = min(until, time.monotonic() + 2 * left / (len(TABLE_4) - i))
+        row: dict[str, Any] = {
+            "policy": policy,
+            "budget": system.budget,
+            "batch": batch,
+            "paper_tokens_per_s": paper,
+        }
+        # 2. How long it may take.
+        now = time.monotonic()
+        left = until - now
+        even_share = left / (len(TABLE_4) - i)
+        row_until = min(until, now + 2 * even_share)
+        # 3. What is measured, and the floor.
         try:
             if left <= 0:
                 raise Late("no time was left")
-            row |= _row(system, changed(job, batch=batch), row_until)
+            row.update(_row(system, changed(job, batch=batch), row_until))
             if copied:
-                row |= _beside_floor(row, read_config(job.model), GENERATED // job.scale, copied)
+                config = read_config(job.model)
+                row.update(_beside_floor(row, config, GENERATED // job.scale, copied))
         except Exception as error:
             row["error"] = _told(error)
         rows.append(row)
+    # 4. Where no row came to anything the part has failed.
     errors = [row["error"] for row in rows if "error" in row]
     if len(errors) == len(rows):
         raise RuntimeError(errors[0])
@@ -394,7 +490,8 @@ def _row(system: System, job: Namespace, until: float) -> dict[str, Any]:
         worker.call("begin", 0)
         steps = worker.call("advance")
         report = worker.call("report")
-    taken = [seconds for _, seconds, tokens in steps if tokens == job.batch][-window:]
+    whole = [seconds for _, seconds, tokens in steps if tokens == job.batch]
+    taken = whole[-window:]
     # 3. In two periods every request evicts twice.
     eviction = 0.0
     if report["evictions"]:
@@ -409,15 +506,27 @@ def _row(system: System, job: Namespace, until: float) -> dict[str, Any]:
     }
 
 
-def _beside_floor(row: dict[str, Any], config: ModelConfig, generated: int, rate: float) -> dict[str, float]:
-    """Tokens/s if nothing but the bytes took time, at this many bytes/s, and what is reached of it."""
+def _beside_floor(
+    row: dict[str, Any],
+    config: ModelConfig,
+    generated: int,
+    rate: float,
+) -> dict[str, float]:
+    """Tokens/s if nothing but the bytes took time, at `rate` bytes/s, and what is reached of it.
+
+    generated: how many tokens each request of the paper's rows writes."""
+    # 1. A step's bytes at that rate, kernel by kernel.
     shape = shape_of(config)
     seconds = 0.0
     for _, when, times, moved, _ in kernels.work(shape, row["batch"], row["budget"], generated):
-        share = 1 if when == "step" else kernels.PERIODS / row["budget"]
+        share = 1.0
+        if when != "step":  # once a period
+            share = kernels.PERIODS / row["budget"]
         seconds += share * times * moved / rate
+    # 2. Each step gives every request a token.
     floor = row["batch"] / seconds
-    return {"floor_tokens_per_s": round(floor, 1), "of_floor": round(row["tokens_per_s"] / floor, 3)}
+    reached = row["tokens_per_s"] / floor
+    return {"floor_tokens_per_s": round(floor, 1), "of_floor": round(reached, 3)}
 
 
 def shape_of(config: ModelConfig) -> kernels.Shape:
@@ -433,15 +542,18 @@ def shape_of(config: ModelConfig) -> kernels.Shape:
     )
 
 
-# ------------------------------------------------------------------------------------------------ tables
+# ------------------------------------------------------------------------------------------- tables
 
 
 @dataclass(frozen=True)
 class Part:
+    """What is measured in one go: from the job, what was found so far, and until when."""
+
     measure: Callable[[Namespace, dict[str, Any], float], Any]
     share: float  # of all the time, at most
 
 
+# In the order in which they run: Table 4's rows stand beside what `bandwidth` has found
 PARTS = {
     "tests": Part(tests, 0.25),
     "bandwidth": Part(bandwidth, 0.06),
@@ -454,7 +566,7 @@ PARTS = {
 
 
 def table(result: dict[str, Any]) -> str:
-    """How the parts ended, then what each found."""
+    """How the parts ended, then what each found; a part that did not run has no section."""
     sections = [_rows(result["parts"])]
     if "tests" in result:
         sections.append(_tests_told(result["tests"]))
@@ -464,6 +576,7 @@ def table(result: dict[str, Any]) -> str:
     if "kernels" in result:
         sections.append(f"kernels\n{_rows(result['kernels'])}")
     for row in result.get("profile", ()):
+        # The names that took most are a table of their own.
         numbers = {name: value for name, value in row.items() if name != "most"}
         sections.append(f"profile\n{_rows([numbers])}\n{_rows(row['most'])}")
     for name in ("graphs", "largest", "table4"):
@@ -473,12 +586,18 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _tests_told(found: dict[str, Any]) -> str:
+    """Tests by outcome in one line, and below it the names of those that went wrong."""
     counts = ", ".join(f"{count} {outcome}" for outcome, count in found["counts"].items())
     ended = "" if found["in_time"] else " (stopped: its time was over)"
-    return "\n".join([f"tests: {counts}{ended}", *(f"  {name}" for name in found["wrong"])])
+    lines = [f"tests: {counts}{ended}"]
+    for name in found["wrong"]:
+        lines.append(f"  {name}")
+    return "\n".join(lines)
 
 
 def _rows(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows whose columns are whatever any of them has."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    """Rows whose columns are whatever any of them has, in the order of their first appearance."""
+    names: list[str] = []
+    for row in rows:
+        names += [name for name in row if name not in names]
     return columns(names, [[row.get(name) for name in names] for row in rows])

@@ -1,11 +1,14 @@
-"""What `bench.py host` measures: the host's own time in a decode step, whatever model and GPU stand behind.
+"""What `bench.py host` measures: the host's own time in a decode step, whatever model and GPU
+stand behind.
 
-A stand-in takes the model's place: it answers at once, with noise, and notes the clock. From one decode
-step's forward pass to the next lies all that a serving host does between two: planning, building the batch,
-drawing, counting, ends. Sampling runs, on the embedded reasoner's 48 tokens, with what a CPU computes for
-it. Reductions and evictions come every few steps, and in medians they do not count.
+A stand-in takes the model's place: it answers at once, with noise, and notes the clock. From one
+decode step's forward pass to the next lies all that a serving host does between two: planning,
+building the batch, drawing, counting, ends. Sampling runs, on the embedded reasoner's 48 tokens,
+with what a CPU computes for it. Reductions and evictions come every few steps, and in medians they
+do not count.
 
 The clock is that of this thread's own work: whoever else is busy on the machine counts little.
+Knows the engine's model by two methods, `forward` and `logits`; nothing of kernels and devices.
 """
 
 import time
@@ -29,39 +32,61 @@ PROMPT = 16  # tokens of the first prompt; each next one is longer, so that page
 
 
 def add_arguments(p: ArgumentParser) -> None:
+    """The options of `bench.py host`."""
     p.add_argument("--batches", type=numbers, default=[1, 14, 192, 320], help="default: 1,14,192,320")
     p.add_argument("--budget", type=int, default=1024, help="beside the full cache (default: %(default)s)")
     p.add_argument("--steps", type=int, default=100, help="timed in each row (default: %(default)s)")
 
 
 def run(options: Namespace) -> dict[str, Any]:
-    """One row for each batch, cache and way of sampling."""
-    for name, values in (("batches", options.batches), ("steps", [options.steps])):
-        if min(values) < 1:
-            raise ValueError(f"{name}={min(values)}: at least 1 is possible")
+    """One row for each batch, cache and way of sampling; the median of so many steps in each.
+
+    ValueError names the option that is below 1."""
+    # 1. What cannot be measured is said before anything is.
+    _check("batches", min(options.batches))
+    _check("steps", options.steps)
+    # 2. The full cache and the budget beside each other, for each batch.
     rows = []
     for batch in options.batches:
         for budget in (None, options.budget):
             for sampling in SAMPLINGS:
                 seconds = decode_seconds(batch, budget, options.steps, sampling)
                 step_ms = 1000 * median(seconds)
-                row = {"batch": batch, "budget": budget, "sampling": sampling, "n": len(seconds)}
-                rows.append(row | {"step_ms": step_ms, "request_us": 1000 * step_ms / batch})
+                row = {
+                    "batch": batch,
+                    "budget": budget,
+                    "sampling": sampling,
+                    "n": len(seconds),
+                    "step_ms": step_ms,
+                    "request_us": 1000 * step_ms / batch,
+                }
+                rows.append(row)
     return {"rows": rows}
 
 
+def _check(name: str, value: int) -> None:
+    """Refuse an option's least value where it is below 1."""
+    if value < 1:
+        raise ValueError(f"{name}={value}: at least 1 is possible")
+
+
 def decode_seconds(batch: int, budget: int | None, steps: int, sampling: str) -> list[float]:
-    """The host's seconds for each of so many decode steps of `batch` requests."""
+    """The host's seconds for each of so many decode steps of `batch` requests.
+
+    budget: of each request, None for the full cache. sampling: a name in SAMPLINGS."""
+    # 1. An engine without a model's time. The longest prompt and its output fit the context.
+    longest = 2 * PROMPT + steps + 2
     llm = LLM(
         str(folder()),
         device="cpu",
         dtype="float32",
         seed=0,
         max_num_seqs=batch,
-        max_model_len=PROMPT * 2 + steps + 2,
+        max_model_len=longest,
         budget=budget,
     )
     stand_in = StandIn(llm, batch)
+    # 2. Requests that all decode together for the last `steps` steps.
     prompts = [[5] * (PROMPT + i % PROMPT) for i in range(batch)]
     params = SamplingParams(max_tokens=steps + 2, ignore_eos=True, **SAMPLINGS[sampling])
     llm.generate(prompts, params)
@@ -69,39 +94,54 @@ def decode_seconds(batch: int, budget: int | None, steps: int, sampling: str) ->
 
 
 class StandIn:
-    """Takes a model's place in its engine: any forward pass is over at once, and the logits are always the
-    same noise."""
+    """Takes a model's place in its engine: any forward pass is over at once, and the logits are
+    always the same noise."""
 
     def __init__(self, llm: LLM, batch: int) -> None:
+        """batch: how many requests decode at once, at most."""
         generator = torch.Generator().manual_seed(0)
         model = llm.engine.model
         self.batch = batch
         self.hidden = torch.zeros(batch, model.config.hidden_size)
         self.noise = torch.randn(batch, llm.engine.vocabulary, generator=generator)
-        self.calls: list[tuple[int, bool, float]] = []  # requests, whether they decode, when
+        # of each forward pass: how many requests, whether they decode, and when
+        self.calls: list[tuple[int, bool, float]] = []
         model.forward = self.forward
         model.logits = self.logits
 
     def forward(self, batch: Batch, cache: KVCache, queries: QueryBuffer) -> Tensor:
+        """Hidden states [T, hidden] of zeros; when this was called is what is measured."""
+        now = time.thread_time()
+        requests = len(batch.cached_lengths)
+        tokens = len(batch.token_ids)
         decodes = batch.max_query_length == 1
-        self.calls.append((len(batch.cached_lengths), decodes, time.thread_time()))
-        return self.hidden if decodes else self.hidden.new_zeros(len(batch.token_ids), self.hidden.shape[1])
+        self.calls.append((requests, decodes, now))
+        if decodes:
+            return self.hidden
+        return self.hidden.new_zeros(tokens, self.hidden.shape[1])
 
     def logits(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
+        """The noise, float32 [T, V]."""
         return self.noise[: len(hidden)]
 
     def between(self, steps: int) -> list[float]:
         """Seconds from each of the last decode steps of the whole batch to the next one."""
-        whole = [when for requests, decodes, when in self.calls if decodes and requests == self.batch]
-        seconds = [after - before for before, after in zip(whole, whole[1:], strict=False)]
+        moments = []
+        for requests, decodes, when in self.calls:
+            if decodes and requests == self.batch:
+                moments.append(when)
+        seconds = [after - before for before, after in zip(moments, moments[1:], strict=False)]
         return seconds[-steps:]
 
 
 def table(result: dict[str, Any]) -> str:
+    """The rows for people."""
     head = ["batch", "budget", "sampling", "ms a step", "us a request"]
     return columns(head, [_line(row) for row in result["rows"]])
 
 
 def _line(row: dict[str, Any]) -> Sequence[Any]:
-    numbers_shown = [f"{row['step_ms']:.3f}", f"{row['request_us']:.1f}"]
-    return [row["batch"], row["budget"], row["sampling"], *numbers_shown]
+    """One row's cells."""
+    step_ms = f"{row['step_ms']:.3f}"
+    request_us = f"{row['request_us']:.1f}"
+    return [row["batch"], row["budget"], row["sampling"], step_ms, request_us]
