@@ -288,13 +288,16 @@ class Engine:
         return random.Random(f"{self.seed} {arrival}").getrandbits(63)
 
     def _limit(self, request: Request) -> str | None:
-        """Settle max_tokens; the reason why the request cannot run, or None."""
+        """Settle max_tokens; the reason why the request cannot run, or None.
+
+        A reason names what was asked for and what is possible: it becomes the request's `error`."""
         prompt = request.prompt_token_ids
         vocab_size = self.model.config.vocab_size
         # 1. What was written: token ids and stop strings.
         if not prompt:
             return "the prompt is empty and the model has no BOS token to begin with"
-        given = [*prompt, *(request.forced or []), *request.params.token_ids_named]
+        forced = request.forced or []
+        given = list(prompt) + list(forced) + list(request.params.token_ids_named)
         wrong = [t for t in given if type(t) is not int or not 0 <= t < vocab_size]
         if wrong:
             possible = f"whole numbers from 0 to {vocab_size - 1}"
@@ -323,7 +326,9 @@ class Engine:
         return None
 
     def abort(self, request: Request) -> None:
-        """End a request now, wherever it is; what it has is kept, what it held is free."""
+        """End a request now, wherever it is; what it has is kept, what it held is free.
+
+        Nothing happens to one that has ended. A step on its way in another thread ends first."""
         with self._at_work():
             if request.finish_reason is None:
                 request.finish_reason = "abort"
@@ -353,7 +358,10 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> list[Request]:
-        """The step of a plan; who got a token, in order."""
+        """The step of a plan; who got a token, in order.
+
+        All lengths are counted on the host, and which caches evict follows from them: the device is
+        waited for when tokens are read, not to learn what is due."""
         began = time.perf_counter()
         # 0. Whoever begins behind a prefix that is known takes over the queries kept there.
         self._take_over_queries()
@@ -374,7 +382,8 @@ class Engine:
             request.cached_length += length
         self._remember(plan)
         self._count_memory(plan)
-        # 3. Completions that waited for a prompt take over what its leader has read.
+        # 3. Completions that waited for a prompt take over what its leader has read. From here on
+        #    they are requests as any other, and answer from their leader's row.
         ready = plan.ready()
         forks = self._fork(ready)
         for fork in forks:
@@ -424,9 +433,12 @@ class Engine:
             return
         page_size = self.config.page_size
         for request, length in zip(plan.requests, plan.lengths, strict=True):
-            if request.num_computed % page_size >= length:
-                continue  # no page was filled
+            # Tokens in the page that is not full: if all of the step's are there, none was filled.
+            in_last_page = request.num_computed % page_size
+            if in_last_page >= length:
+                continue
             prefix.insert(request)
+            # A row of its own, where the prefix ends at a border whose queries are not known yet.
             row = prefix.row_for(request)
             if row:
                 self.queries.copy_row(request.row, row)
@@ -471,9 +483,11 @@ class Engine:
 
     def _count_memory(self, plan: Plan) -> None:
         """What is held with all that the step has stored, before anything ends or is evicted."""
+        # 1. Rows of query buffers: of whoever runs, and those kept at borders of known prefixes.
         running = self.scheduler.running
         prefix = self.scheduler.prefix
         kept_rows = len(prefix.kept_rows) if prefix is not None else 0
+        # 2. Pages without a budget: every token computed would still be there.
         full_pages = sum(-(-r.num_computed // self.config.page_size) for r in running)
         self.stats.count_memory(
             cached_tokens=max(r.cached_length for r in plan.requests),
