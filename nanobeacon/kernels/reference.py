@@ -324,7 +324,9 @@ def _pooled_weights(
     s = (q.float() * scale).view(layers, num_kv_heads, -1, head_dim) @ k.float().transpose(2, 3)
     s = s.view(*q_at.shape, length)
     # 2. A query sees no newer key. Most slots are older than every query and need no mask.
-    newer = (k_at > q_at.min()).flatten(0, 1).any(0)
+    #    An empty query (-1) is left to step 4.
+    oldest = q_at.masked_fill(q_at < 0, torch.iinfo(q_at.dtype).max).min()
+    newer = (k_at > oldest).flatten(0, 1).any(0)
     first = int(newer.int().argmax()) if newer.any() else length
     s[..., first:].masked_fill_(k_at[:, :, None, None, first:] > q_at[..., None], -torch.inf)
     # 3. SnapKV's kind pools the heads here, before the softmax.
