@@ -400,7 +400,13 @@ def test_the_end_of_a_pipe_is_silent():
 def test_ctrl_c_while_torch_is_imported_is_status_130():
     words = [sys.executable, "-X", "importtime", "bench.py", "kernels", "--roofline"]
     process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=os.path.dirname(bench.__file__)
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=os.path.dirname(bench.__file__),
+        # a suite that was started in the background ignores Ctrl-C, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     lines = iter(process.stderr.readline, "")
     assert any(line.split("|")[-1].strip().startswith("torch.") for line in lines)
