@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -160,18 +161,24 @@ def ids_of(folder, *arguments, stdin=""):
     return json.loads(done.stdout)["prompt_token_ids"]
 
 
+@cache
+def ids_of_option(folder, text):
+    """The ids of `--prompt TEXT`, asked once."""
+    return ids_of(folder, "--prompt", text)
+
+
 @pytest.mark.parametrize("given", ["hello\n", "hello\r\n", "\ufeffhello", "\ufeffhello\n"])
 def test_the_newline_of_a_pipe_and_a_byte_order_mark_are_not_the_prompts(folder, given, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_bytes(given.encode())
-    wanted = ids_of(folder, "--prompt", "hello")
+    wanted = ids_of_option(folder, "hello")
     assert ids_of(folder, stdin=given) == wanted
     assert ids_of(folder, "--prompt-file", file) == wanted
 
 
 def test_only_one_newline_is_dropped_and_an_option_keeps_its_own(folder):
-    assert ids_of(folder, stdin="a\n\n") == ids_of(folder, "--prompt", "a\n")
-    assert len(ids_of(folder, "--prompt", "a\n")) == len(ids_of(folder, "--prompt", "a")) + 1
+    assert ids_of(folder, stdin="a\n\n") == ids_of_option(folder, "a\n")
+    assert len(ids_of_option(folder, "a\n")) == len(ids_of_option(folder, "a")) + 1
 
 
 @pytest.mark.parametrize("content", ["", "\n", "\ufeff", "\ufeff \n"])
@@ -183,8 +190,8 @@ def test_an_empty_file_counts_as_an_empty_pipe(folder, content, tmp_path):
 
 
 def test_a_prompt_needs_no_option(folder):
-    assert ids_of(folder, "two words") == ids_of(folder, "--prompt", "two words")
-    assert ids_of(folder, "--temperature", "0", "hello") == ids_of(folder, "--prompt", "hello")
+    assert ids_of(folder, "two words") == ids_of_option(folder, "two words")
+    assert ids_of(folder, "--temperature", "0", "hello") == ids_of_option(folder, "hello")
 
 
 def test_a_silent_pipe_is_said(folder):

@@ -311,7 +311,7 @@ PROMPTS = st.builds(
 
 
 @pytest.mark.parametrize("mode", ["full", "beacon", "beacon, first 37 protected", "snapkv", "streaming"])
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_arrivals_aborts_and_a_tiny_pool_at_random(folder, mode, data):
     seats = data.draw(st.sampled_from([1, 2, 3]))

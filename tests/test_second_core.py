@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 FILES = (
-    "test_bench.py",
     "test_bench_gpu.py",
     "test_generate.py",
     "test_hostile_files.py",
