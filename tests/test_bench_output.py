@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -237,6 +238,8 @@ def test_fidelity_shows_a_bar_while_it_writes_its_texts(kind, shown, folder, tmp
     stderr = kind()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(progress, "DELAY", 0)
+    # however fast the machine is, each step is shown
+    monkeypatch.setattr(progress, "tqdm", partial(progress.tqdm, mininterval=0))
     words = f"fidelity --model {folder} --prompts {prompts} --tokens 70 --budgets 64 --policies beacon"
     assert bench.main([*words.split(), "--device", "cpu", "--dtype", "float32"]) == 0
     said = stderr.getvalue()
