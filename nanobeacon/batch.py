@@ -5,10 +5,8 @@ here. All numbers of a step are gathered in columns on the host and reach the de
 Knows nothing of weights, of what attention does with these numbers, or of who was chosen and why.
 """
 
-from array import array
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .cache import KVCache, QueryBuffer
@@ -16,8 +14,8 @@ from .observation import Columns, Observation
 from .pages import one_run
 from .request import Request, SamplingParams
 from .scheduler import Plan
+from .staging import send
 
-WORD = 8  # bytes of an int64; every column begins at a multiple of it
 # columns that kernels want as int32; the others are int64, torch's type of an index
 INT32 = ("cached_lengths", "cu_seqlens", "new_pages", "chunk_table")
 
@@ -65,7 +63,7 @@ class Batch:
         grown = [request for request in requests if request.pages_sent != len(request.pages)]
         columns.update(_new_pages(grown, cache.page_table.shape[1]))
         # 5. One copy, and the new pages from there into the page table.
-        sent = send(columns, device, onto)
+        sent = send(columns, device, INT32, onto)
         _into_page_table(grown, sent, cache)
         runs = None
         if device.type == "cpu":
@@ -161,37 +159,9 @@ def _into_page_table(requests: list[Request], sent: dict[str, Tensor], cache: KV
 
 def write_pages(requests: list[Request], cache: KVCache) -> None:
     """Let the page table learn of the pages of requests that are in no batch."""
-    sent = send(_new_pages(requests, cache.page_table.shape[1]), cache.keys.device)
+    columns = _new_pages(requests, cache.page_table.shape[1])
+    sent = send(columns, cache.keys.device, INT32)
     _into_page_table(requests, sent, cache)
-
-
-def send(columns: Columns, device: torch.device, onto: Tensor | None = None) -> dict[str, Tensor]:
-    """The columns on a device, in one copy: int32 those named in INT32, the others int64.
-
-    They are views of one tensor, and of `onto` [n] int64 where that is given, from its beginning."""
-    # 1. One behind the other on the host, each rounded up to whole words.
-    data = bytearray()
-    words = []
-    for name, values in columns.items():
-        before = len(data)
-        kind = "i" if name in INT32 else "q"
-        data += array(kind, values).tobytes()
-        data += bytes(-len(data) % WORD)
-        words.append((len(data) - before) // WORD)
-    host = torch.frombuffer(data, dtype=torch.int64)
-    if device.type == "cuda":
-        host = host.pin_memory()  # else the copy would wait; torch keeps it until the copy is done
-    # 2. The copy, and the columns in it.
-    if onto is None:
-        there = host.to(device, non_blocking=True)
-    else:
-        assert len(host) <= len(onto), "more numbers than a recorded step has room for"
-        there = onto[: len(host)].copy_(host, non_blocking=True)
-    sent = dict(zip(columns, there.split(words), strict=True))
-    for name in INT32:
-        if name in sent:
-            sent[name] = sent[name].view(torch.int32)[: len(columns[name])]
-    return sent
 
 
 def _runs(requests: list[Request], page_size: int) -> list[int | None]:

@@ -23,7 +23,7 @@ from .policies import EvictionSettings
 from .ranking import Due, Ranker
 from .request import Request
 from .rope import Rope
-from .staging import to_device
+from .staging import send
 
 AHEAD = 32  # tokens of a given output that one step may feed: their logits are all held at once
 SCRATCH = 512 << 20  # bytes that requests which evict together may use for scores
@@ -146,12 +146,12 @@ class Evictor:
         """buffer = FPS(buffer, beacons), all layers and heads of all requests at once."""
         if not requests:
             return
-        numbers = [
-            [r.row for r in requests],
-            [r.buffer_count for r in requests],
-        ]
-        rows, counts = to_device(numbers, self.queries.buffer.device)
-        self._reduce_rows(requests, rows, counts)
+        columns = {
+            "rows": [r.row for r in requests],
+            "counts": [r.buffer_count for r in requests],
+        }
+        sent = send(columns, self.queries.buffer.device, int32=columns)
+        self._reduce_rows(requests, sent["rows"], sent["counts"])
 
     def _reduce_rows(self, requests: list[Request], rows: Tensor, counts: Tensor) -> None:
         """The same, with what the device has to know: rows and the queries that they
@@ -202,27 +202,25 @@ class Evictor:
         cache = self.cache
         device = cache.keys.device
         # 1. What each request says of itself, …
-        numbers = [
-            [r.row for r in requests],
-            [r.cached_length for r in requests],
-            [len(r.prompt_token_ids) for r in requests],
-            [r.protected for r in requests],
-            [r.buffer_count for r in requests],
-        ]
+        columns: dict[str, list[int]] = {
+            "rows": [r.row for r in requests],
+            "cached_lengths": [r.cached_length for r in requests],
+            "prompt_lengths": [len(r.prompt_token_ids) for r in requests],
+            "first_evictable": [r.protected for r in requests],
+            "buffer_counts": [r.buffer_count for r in requests],
+        }
         # 2. … and, for each stage, its softmax's slots and where the queries are rotated to: two
         #    numbers and one number for each slot of the query buffer.
         stages = settings.policy.scores if self.queries.capacity else ()
-        domains = []
-        rotations = []
-        for stage in stages:
-            domains.append([slot for r in requests for slot in self.ranker.domain(r, stage)])
-            rotations.append([at for r in requests for at in self.ranker.rotations(r, stage)])
-        # 3. On the device, in the same order.
-        sent = to_device(numbers + domains + rotations, device)
-        rows, lengths, prompt_lengths, first_evictable, counts = sent[: len(numbers)]
-        sent_stages = sent[len(numbers) :]
-        sent_domains = sent_stages[: len(stages)]
-        sent_rotations = sent_stages[len(stages) :]
+        for i, stage in enumerate(stages):
+            columns[f"domains {i}"] = [slot for r in requests for slot in self.ranker.domain(r, stage)]
+            columns[f"rotations {i}"] = [at for r in requests for at in self.ranker.rotations(r, stage)]
+        # 3. On the device.
+        sent = send(columns, device, int32=columns)
+        rows = sent["rows"]
+        first_evictable = sent["first_evictable"]
+        domains = [sent[f"domains {i}"] for i in range(len(stages))]
+        rotations = [sent[f"rotations {i}"] for i in range(len(stages))]
         # 4. The candidates are what is not protected and not among the newest `window`.
         longest = max(r.cached_length for r in requests)
         num_pages = -(-longest // cache.page_size)
@@ -230,12 +228,12 @@ class Evictor:
         return Due(
             requests=requests,
             rows=rows,
-            cached_lengths=lengths,
-            prompt_lengths=prompt_lengths,
+            cached_lengths=sent["cached_lengths"],
+            prompt_lengths=sent["prompt_lengths"],
             first_evictable=first_evictable,
-            buffer_counts=counts,
-            domains=[slots.view(len(requests), 2) for slots in sent_domains],
-            query_positions=[at.view(len(requests), -1) for at in sent_rotations],
+            buffer_counts=sent["buffer_counts"],
+            domains=[slots.view(len(requests), 2) for slots in domains],
+            query_positions=[at.view(len(requests), -1) for at in rotations],
             page_table=cache.page_table[:, :num_pages].index_select(0, rows),
             candidates=first_evictable[:, None] + index,
             longest=longest,

@@ -1,29 +1,48 @@
 """From the host's numbers to the device, in one copy that nobody waits for.
 
-Knows numbers and devices; nothing of what they mean.
+Knows columns of numbers and devices; nothing of what they mean.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 4  # numbers: each part begins at a multiple of 16 bytes, which kernels are compiled for
+ALIGNMENT = 16  # bytes: every column begins at a multiple, for which kernels are compiled
+WORD = 8  # bytes of an int64
 
 
-def to_device(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Each part as an int32 tensor [its length] on the device; all of them together are one copy.
+def send(
+    columns: Mapping[str, Sequence[int]],
+    device: torch.device,
+    int32: Collection[str],
+    onto: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The columns on a device: int32 those that are named so, the others int64. One copy for all.
 
-    From pinned memory a copy needs no wait: torch keeps that memory until the device has
-    read it."""
-    # 1. All parts in one list, each from an aligned place on.
-    numbers: list[int] = []
-    first: list[int] = []
-    for part in parts:
-        first.append(len(numbers))
-        numbers += part
-        numbers += [0] * (-len(numbers) % ALIGNMENT)
-    # 2. The copy, and the parts as views of it.
-    staged = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
-    there = staged.to(device, non_blocking=True)
-    return [there[begin : begin + len(part)] for begin, part in zip(first, parts, strict=True)]
+    They are views of one tensor, and of `onto` [n] int64 where that is given, from its beginning.
+    From pinned memory a copy needs no wait: torch keeps that memory until the device has read it."""
+    # 1. One behind the other on the host, each from an aligned place on.
+    data = bytearray()
+    words = []
+    for name, values in columns.items():
+        before = len(data)
+        kind = "i" if name in int32 else "q"
+        data += array(kind, values).tobytes()
+        data += bytes(-len(data) % ALIGNMENT)
+        words.append((len(data) - before) // WORD)
+    host = torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    # 2. The copy, and the columns in it.
+    if onto is None:
+        there = host.to(device, non_blocking=True)
+    else:
+        assert len(host) <= len(onto), "more numbers than a recorded step has room for"
+        there = onto[: len(host)].copy_(host, non_blocking=True)
+    sent = {}
+    for name, part in zip(columns, there.split(words), strict=True):
+        typed = part.view(torch.int32) if name in int32 else part
+        sent[name] = typed[: len(columns[name])]
+    return sent

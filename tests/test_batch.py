@@ -5,8 +5,9 @@ import torch
 from tiny import prompt_of, text_folder, tiny_folder
 
 from nanobeacon import LLM, SamplingParams, batch
-from nanobeacon.batch import INT32, Batch, padding_request, send
+from nanobeacon.batch import INT32, Batch, padding_request
 from nanobeacon.scheduler import Plan
+from nanobeacon.staging import send
 
 GREEDY = dict(temperature=0.0, ignore_eos=True)
 
@@ -14,7 +15,7 @@ GREEDY = dict(temperature=0.0, ignore_eos=True)
 def test_columns_keep_their_numbers_and_types_in_one_tensor():
     columns = {"token_ids": [1, 2, 3], "cached_lengths": [7, 8, 9], "rows": [], "new_pages": [2**31 - 1]}
     for onto in (None, torch.zeros(20, dtype=torch.int64)):
-        sent = send(columns, torch.device("cpu"), onto)
+        sent = send(columns, torch.device("cpu"), INT32, onto)
         assert {name: column.tolist() for name, column in sent.items()} == columns
         for name, column in sent.items():
             assert column.dtype == (torch.int32 if name in INT32 else torch.int64)

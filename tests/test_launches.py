@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from nanobeacon.measure.kernels import SHAPES  # noqa: E402
 from nanobeacon.measure.launches import Counted, count, counted, expected, passes  # noqa: E402
-from nanobeacon.staging import to_device  # noqa: E402
+from nanobeacon.staging import send  # noqa: E402
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 
@@ -82,7 +82,8 @@ def test_the_integers_of_an_eviction_are_one_copy(policy):
 
 def test_numbers_sent_together_arrive_apart_and_aligned():
     parts = [[1, 2, 3, 4, 5], [], [-1], list(range(8))]
-    there = to_device(parts, torch.device("cpu"))
+    columns = {str(i): part for i, part in enumerate(parts)}
+    there = list(send(columns, torch.device("cpu"), int32=columns).values())
     assert [part.tolist() for part in there] == parts
     assert {(part.data_ptr() - there[0].data_ptr()) % 16 for part in there} == {0}
     assert {part.dtype for part in there} == {torch.int32}
