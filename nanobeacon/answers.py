@@ -1,11 +1,13 @@
-"""Rows of logits to tokens of requests: the end of a step, before anything is evicted.
+"""Rows of logits to tokens of requests: the end of a step.
 
-A row's token is the greedy one, drawn, or given beforehand; listeners and log-probabilities see the
-raw logits. Knows requests and `sampling.py`. Knows nothing of the model that answered, of caches,
-or of who runs next: whoever ends here is handed to the caller's `close` at once.
+A row's token is the greedy one, drawn, or given beforehand (`sample_tokens`, on the device); once
+the host has read it, its request takes it, and may end with it (`Sampled.read`, `take_tokens`).
+Listeners and log-probabilities see the raw logits. Knows requests and `sampling.py`. Knows nothing
+of the model that answered, of caches, or of who runs next: whoever ends here is handed to the
+caller's `close` at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,19 @@ from torch import Tensor
 
 from .parallel import Group
 from .request import Request
-from .sampling import GREEDY, Draw, sample, token_logprobs, uniform
+from .sampling import (
+    DOUBT,
+    GREEDY,
+    NOT_FINITE,
+    Draw,
+    first_look,
+    may_doubt,
+    sample,
+    second_look,
+    token_logprobs,
+    uniform,
+)
+from .staging import fetch
 
 Close = Callable[[Request], None]  # releases what a request held that has ended
 
@@ -23,7 +37,56 @@ class Answers:
     """What a forward pass says to R rows; those of a recorded step hold until the next one."""
 
     logits: Tensor  # float32 [R, V]
-    best: Tensor  # int64 [R]: the greedy tokens, -1 where the logits are not finite
+    best: Tensor  # int64 [R]: the greedy tokens, NOT_FINITE where the logits are not finite
+    # int64 [R]: whose rows of the page table, where the device has these
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The tokens of R rows, on the device and on their way to the host."""
+
+    requests: list[Request]  # whose rows they are; of a given output one request has several
+    skipped: Collection[Request]  # whose rows nobody takes
+    tokens: Tensor  # int64 [R] on the device; NOT_FINITE and DOUBT stand for themselves
+    # rows, and what they ask for: log-probability of the token float32 [n]; ids int64 and
+    # log-probabilities float32 of the best [n, k]
+    logprob_rows: list[int]
+    arrived: Callable[[], list[Tensor]]  # tokens and log-probabilities, on the host
+    # for a second look, and for listeners; None where neither is possible
+    logits: Tensor | None
+    draws: list[Draw]
+
+    def read(self) -> "Read":
+        """Wait for the tokens, and take a second look where there is a doubt. It may be
+        asked again."""
+        tokens, *logprobs = self.arrived()
+        read = Read(tokens.tolist(), [], [one.tolist() for one in logprobs])
+        doubtful = [row for row, token in enumerate(read.tokens) if token == DOUBT]
+        if doubtful:
+            self._settle(read, doubtful)
+        return read
+
+    def _settle(self, read: "Read", doubtful: list[int]) -> None:
+        """Put the right tokens, and their log-probabilities, in the places of doubtful ones."""
+        tokens = second_look(self.logits, self.draws, doubtful)
+        for row, token in zip(doubtful, tokens.tolist(), strict=True):
+            read.tokens[row] = token
+        read.doubtful.extend(self.requests[row] for row in doubtful)
+        for i, row in enumerate(self.logprob_rows):
+            if row in doubtful:
+                token = tokens[doubtful.index(row)]
+                own, _, _ = token_logprobs(self.logits[row : row + 1], token[None], 0)
+                read.logprobs[0][i] = own.item()
+
+
+@dataclass(frozen=True)
+class Read:
+    """What the host has read of a step's tokens."""
+
+    tokens: list[int]
+    doubtful: list[Request]  # whose token is another than the one that lies on the device
+    logprobs: list[list]  # own, ids, values: as in `Sampled`, or nothing
 
 
 def draw_of(request: Request, vocabulary: int) -> Draw:
@@ -37,33 +100,62 @@ def draw_of(request: Request, vocabulary: int) -> Draw:
     return Draw(params.temperature, top_k, params.top_p, params.min_p)
 
 
-def take_tokens(requests: list[Request], answers: Answers, group: Group, close: Close) -> None:
-    """Append a token for each of R rows, and do what an end demands.
+def sample_tokens(
+    requests: list[Request],
+    answers: Answers,
+    group: Group,
+    close: Close,
+    skipped: Collection[Request] = (),
+    outlives: bool = False,
+) -> Sampled:
+    """A token for each of R rows, on the device; the host waits for nothing.
 
     requests: whose rows they are; of a given output one request has several, one behind the other.
-    group: its first member's tokens are everybody's."""
+    group: its first member's tokens are everybody's. skipped: requests whose rows mean nothing.
+    outlives: whether the tokens are read after the next forward pass."""
+    # 1. A token for each row.
+    tokens, draws = _sample(requests, answers, group, close, skipped)
+    # 2. What users want to know of it.
+    logprob_rows, logprobs = _logprobs(requests, answers.logits, tokens)
+    # 3. On their way. Logits of a recorded step are overwritten by the next one.
+    arrived = fetch([tokens, *logprobs])
     logits = answers.logits
-    # 1. A token for each row, and what users want to know of it.
-    tokens = _sample(requests, answers, close)
-    _record_logprobs(requests, logits, tokens)
-    # 2. The step's one read of the device, for tokens and failures: -1 is logits that mean nothing.
-    tokens = torch.where(answers.best < 0, -1, tokens)
-    tokens = group.broadcast(tokens).tolist()
+    if outlives:
+        doubts = may_doubt(draws, logits.shape[-1])
+        logits = logits.clone() if doubts else None
+    for request in requests:
+        if request.finish_reason is None and request not in skipped:
+            request.num_unread += 1
+    return Sampled(requests, skipped, tokens, logprob_rows, arrived, logits, draws)
+
+
+def take_tokens(sampled: Sampled, read: Read, close: Close) -> list[Request]:
+    """Append each row's token to its request, and do what an end demands; who got one, in order."""
+    # 1. Whose rows count: not of those that have ended since, by an abort.
+    takers = []
+    for row, request in enumerate(sampled.requests):
+        if request.finish_reason is None and request not in sampled.skipped:
+            takers.append((row, request))
+    # 2. Log-probabilities.
+    if sampled.logprob_rows:
+        _record_logprobs(sampled, read.logprobs)
     # 3. Each request takes its token; a listener may end it before.
-    for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+    for row, request in takers:
         if request.finish_reason is not None:
             continue  # an earlier row of this step ended it
         if request.on_logits is not None:
-            _hear(request, logits[row])
+            _hear(request, sampled.logits[row])
         if request.finish_reason is None:
-            _take(request, token)
+            _take(request, read.tokens[row])
         if request.finish_reason is not None:
             close(request)
+    return [request for _, request in takers]
 
 
 def _take(request: Request, token: int) -> None:
-    """Append a token, and see whether the request ends with it; -1 ends it in error."""
-    if token < 0:
+    """Append a token, and see whether the request ends with it; NOT_FINITE ends it in error."""
+    request.num_unread -= 1
+    if token == NOT_FINITE:
         request.finish_reason = "error"
         request.error = "the model's logits are not finite"
         return
@@ -84,46 +176,58 @@ def _hear(request: Request, logits: Tensor) -> None:
 # -------------------------------------------------------------------------------------- which token
 
 
-def _sample(requests: list[Request], answers: Answers, close: Close) -> Tensor:
-    """Token ids int64 [R]; those of rows without a finite logit mean nothing."""
+def _sample(
+    requests: list[Request],
+    answers: Answers,
+    group: Group,
+    close: Close,
+    skipped: Collection[Request],
+) -> tuple[Tensor, list[Draw]]:
+    """Token ids int64 [R] with NOT_FINITE and DOUBT in their places, and how they were drawn."""
     # 1. Each row's own random number, a function of seed and place: neighbours change nothing.
     draws = [request.draw for request in requests]
     for row, request in enumerate(requests):
-        if request.draw.temperature:  # 0: greedy, the same in each step
+        if request in skipped:
+            draws[row] = GREEDY
+        elif request.draw.temperature:  # 0: greedy, the same in each step
             u = uniform(request.seed, request.completion, request.num_tokens)
             draws[row] = request.draw.at(u)
     # 2. All rows at once. The greedy tokens are known already.
     if all(draw is GREEDY for draw in draws):
-        tokens = answers.best.clamp(min=0)
+        tokens = answers.best.clone()
     else:
-        tokens = sample(answers.logits, draws)
+        # Members of a group need not be in doubt together.
+        look = first_look if group.size == 1 else sample
+        tokens = torch.where(answers.best < 0, NOT_FINITE, look(answers.logits, draws))
     # 3. Rows whose logits a processor changes are drawn anew.
     if any(request.processing is not None for request in requests):
-        _sample_processed(requests, answers.logits, draws, tokens, close)
+        _sample_processed(requests, answers, draws, tokens, close, skipped)
     # 4. Given tokens are not drawn at all.
     given = _given_tokens(requests)
     if given:
         rows = list(given)
-        tokens[rows] = tokens.new_tensor(list(given.values()))
-    return tokens
+        given_tokens = tokens.new_tensor(list(given.values()))
+        tokens[rows] = torch.where(answers.best[rows] < 0, NOT_FINITE, given_tokens)
+    return group.broadcast(tokens), draws
 
 
 def _sample_processed(
     requests: list[Request],
-    logits: Tensor,
+    answers: Answers,
     draws: list[Draw],
     tokens: Tensor,
     close: Close,
+    skipped: Collection[Request],
 ) -> None:
     """Draw again, into `tokens`, for each request whose processors change its logits.
 
     One whose processor fails ends here, and it alone. Requests without any are drawn as ever."""
     processed: dict[int, Tensor] = {}
     for row, request in enumerate(requests):
-        if request.processing is None:
+        if request.processing is None or request.finish_reason is not None or request in skipped:
             continue
         try:
-            processed[row] = request.processing(request, logits[row])
+            processed[row] = request.processing(request, answers.logits[row])
         except ValueError as error:
             request.finish_reason = "error"
             request.error = str(error)
@@ -131,7 +235,8 @@ def _sample_processed(
     if processed:
         rows = list(processed)
         changed = torch.stack(list(processed.values()))
-        tokens[rows] = sample(changed, [draws[row] for row in rows])
+        drawn = sample(changed, [draws[row] for row in rows])
+        tokens[rows] = torch.where(answers.best[rows] < 0, NOT_FINITE, drawn)
 
 
 def _given_tokens(requests: list[Request]) -> dict[int, int]:
@@ -149,22 +254,27 @@ def _given_tokens(requests: list[Request]) -> dict[int, int]:
 # ------------------------------------------------------------------------------- what is told of it
 
 
-def _record_logprobs(requests: list[Request], logits: Tensor, tokens: Tensor) -> None:
-    """For those that ask: (log-probability of the token, {id: log-probability} of the k best)."""
+def _logprobs(requests: list[Request], logits: Tensor, tokens: Tensor) -> tuple[list[int], list[Tensor]]:
+    """Rows that ask for log-probabilities, and those: of the token float32 [n], ids int64 and
+    values float32 [n, k] of the best. Nothing where nobody asks."""
     rows = []
     for row, request in enumerate(requests):
         if request.params.logprobs is not None and request.finish_reason is None:
             rows.append(row)
     if not rows:
-        return
+        return [], []
     # All rows are looked up as deep as the one that asks for most; each keeps what it asked for.
     most = max(requests[row].params.logprobs for row in rows)
-    own, ids, values = token_logprobs(logits[rows], tokens[rows], most)
-    own = own.tolist()
-    ids = ids.tolist()
-    values = values.tolist()
-    for i, row in enumerate(rows):
-        request = requests[row]
+    return rows, list(token_logprobs(logits[rows], tokens[rows].clamp(min=0), most))
+
+
+def _record_logprobs(sampled: Sampled, logprobs: list[list]) -> None:
+    """For those that ask: (log-probability of the token, {id: log-probability} of the k best)."""
+    own, ids, values = logprobs
+    for i, row in enumerate(sampled.logprob_rows):
+        request = sampled.requests[row]
+        if request.finish_reason is not None or request in sampled.skipped:
+            continue
         k = request.params.logprobs
         best = dict(zip(ids[i][:k], values[i][:k], strict=True))
         request.logprobs.append((own[i], best))

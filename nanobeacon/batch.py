@@ -5,8 +5,9 @@ here. All numbers of a step are gathered in columns on the host and reach the de
 Knows nothing of weights, of what attention does with these numbers, or of who was chosen and why.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from .cache import KVCache, QueryBuffer
@@ -18,13 +19,14 @@ from .staging import send
 
 # columns that kernels want as int32; the others are int64, torch's type of an index
 INT32 = ("cached_lengths", "cu_seqlens", "new_pages", "chunk_table")
+UNREAD = -1  # in the place of a token that the device has sampled and the host has not read
 
 
 @dataclass(frozen=True)
 class Batch:
     """T tokens of R requests, packed. Host-side integers beside the tensors are upper bounds or layouts."""
 
-    token_ids: Tensor  # int64 [T]
+    token_ids: Tensor  # int64 [T]; UNREAD until `with_unread`
     positions: Tensor  # int64 [T], logical
     rope_lengths: Tensor  # int64 [T]: sequence length that decides a dynamic RoPE's base
     slots: Tensor  # int64 [T], flat: page * P + offset
@@ -82,6 +84,13 @@ class Batch:
             observation=Observation.of(chunks, sent),
         )
 
+    def with_unread(self, newest: Tensor) -> "Batch":
+        """The same for a step of one token each, with those that the host does not know.
+
+        newest: int64 [rows], the token sampled last for each row of the page table."""
+        token_ids = torch.where(self.token_ids == UNREAD, newest[self.rows], self.token_ids)
+        return replace(self, token_ids=token_ids)
+
 
 def _one_token_each(plan: Plan, page_size: int) -> Columns:
     """The columns of tokens in the common decode step, one column at a time.
@@ -90,7 +99,7 @@ def _one_token_each(plan: Plan, page_size: int) -> Columns:
     requests = plan.requests
     # 1. Logical: the last token, at the next position, which lies behind the prompt.
     positions = [request.num_computed for request in requests]
-    token_ids = [request.token(request.num_computed) for request in requests]
+    token_ids = [UNREAD if r.num_unread else r.token(r.num_computed) for r in requests]
     # 2. Physical: into the slot behind what is cached.
     slots = []
     for request in requests:

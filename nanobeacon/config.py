@@ -463,6 +463,7 @@ class EngineConfig:
     gpu_memory: float = 0.9
     chunk: int = 512
     cuda_graphs: bool = True
+    overlap: bool | None = None
     eviction: EvictionSettings | None = None
     trace: bool = False
     prefix_cache: bool = True
@@ -483,6 +484,9 @@ class EngineConfig:
         for name in ("cuda_graphs", "trace", "prefix_cache"):
             value = getattr(self, name)
             check(isinstance(value, bool), name, value, "True or False is possible")
+        overlap = self.overlap
+        possible = "True, False or None is possible"
+        check(overlap is None or isinstance(overlap, bool), "overlap", overlap, possible)
 
     def check_length(self, model: ModelConfig) -> None:
         """max_model_len can only lower what the model's context allows."""

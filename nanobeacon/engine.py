@@ -1,9 +1,10 @@
 """`Engine.step()`: the only place where scheduler, model, cache and evictor meet.
 
-A step is `_run`: the scheduler's plan becomes a batch, the model reads it and stores what is to be
-remembered, requests take their tokens (`answers.py`), and caches that are full evict
-(`eviction.py`). Around it stand what a request must fulfil to be queued (`submit`) and what happens
-when a step fails (`_run_within_memory`, `_at_work`).
+A step is `_run`: the scheduler's plan becomes a batch, the model reads it and stores what is to
+be remembered, requests take their tokens (`answers.py`), at once or while the next step
+computes (`flight.py`), and caches that are full evict (`eviction.py`). Around it stand what a
+request must fulfil to be queued (`submit`) and what happens when a step fails
+(`_run_within_memory`, `_at_work`).
 
 Knows token ids, and nothing of text but that a request has a stream. Where weights, tokenizers and
 options come from is the business of `llm.py`.
@@ -20,13 +21,14 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from .answers import Answers, draw_of, flush_text, take_tokens
+from .answers import Answers, Close, Read, Sampled, draw_of, flush_text, sample_tokens, take_tokens
 from .batch import Batch, write_pages
 from .cache import KVCache, QueryBuffer
 from .clock import DeviceClock
 from .config import EngineConfig
-from .eviction import Evictor
+from .eviction import Evicted, Evictor
 from .faults import Progress, is_out_of_memory
+from .flight import Flight
 from .graphs import DecodeGraphs, Recorder, buckets, can_record
 from .memory import free_bytes, step_bytes
 from .models.decoder import Decoder
@@ -37,6 +39,7 @@ from .processors import Processing
 from .request import Listener, Request, SamplingParams
 from .sampling import best_tokens
 from .scheduler import MOST_PREFILL_TOKENS, Plan, Scheduler
+from .staging import send
 from .stats import Stats
 from .tokenizer import TextStream, Tokenizer
 from .warmup import warm_up
@@ -95,6 +98,8 @@ class Engine:
         slot_bytes = 2 * shape.head_dim * dtype.itemsize + 4  # key, value and position
         self.page_bytes = shape.num_layers * shape.num_kv_heads * page_size * slot_bytes
         self.records = config.cuda_graphs and can_record(model)
+        overlap = device.type == "cuda" if config.overlap is None else config.overlap
+        self.overlap = overlap and self.group.size == 1
         # As many as the fullest device of a group has room for: all members come to the same plans.
         num_pages = config.num_pages
         if num_pages is None:
@@ -102,6 +107,7 @@ class Engine:
         most_pages = min(pages_each, num_pages)  # of one request
         self.pool = PagePool(num_pages + 1)  # page 0 is the scratch page
         self.cache = KVCache(shape, num_pages + 1, page_size, rows, most_pages, dtype, device)
+        self.newest = torch.zeros(rows, dtype=torch.int64, device=device)  # each row's last token
         # 2. Who evicts, and who decides what runs.
         self.evictor = Evictor(
             settings,
@@ -133,6 +139,8 @@ class Engine:
         self._working = False  # somebody is between taking and giving back the lock
         self._torn = False  # … or was thrown out of there, and what it left is not put right yet
         self._plan: Plan | None = None  # the step on its way
+        self._flight: Flight | None = None  # the step whose tokens are still to be read
+        self._doubted = False  # whether the tokens read last left a doubt
         query_bytes = len(self.queries.buffer) * self.queries.row_bytes
         log.info(
             "%s on %s: %d pages of %d tokens, %.2f GB; query buffers %.1f MB",
@@ -163,6 +171,7 @@ class Engine:
             most_tokens,
             self.vocabulary,
             record=Recorder(self.model.device),
+            newest=self.newest if self.overlap else None,
         )
         self.graphs.record_all(progress)
 
@@ -336,6 +345,7 @@ class Engine:
 
     def _close(self, request: Request) -> None:
         """Release everything a finished request held, and the text that was held back."""
+        request.num_unread = 0
         self.scheduler.finish(request)
         flush_text(request)
 
@@ -344,21 +354,26 @@ class Engine:
     def step(self) -> list[Request] | None:
         """One forward pass: who got a token, None if nobody waits.
 
-        Where memory runs out it is tried again in smaller parts; a request that does not fit alone
-        ends in error. Any other failure ends all that are in the step, and is raised."""
+        With overlap these are the tokens of the pass before it (`flight.py`). Where memory runs out
+        it is tried again in smaller parts; a request that does not fit alone ends in error. Any
+        other failure ends all that are in the step, and is raised."""
         on_its_device = torch.cuda.device_of(self.cache.keys)  # Triton launches on the current GPU
         with self._at_work(), on_its_device:
             if self._plan is not None:  # the lock lets its own thread in
                 callers = "on_logits and logits_processor"
                 raise RuntimeError(f"{callers} cannot use the LLM that is calling them")
+            # 1. What runs may depend on tokens that are still to be read.
+            done = self._land_alone() if self._must_land_first() else []
             plan = self.scheduler.plan(self.evictor.ahead)
-            if plan is None:
-                return None
-            return self._run_within_memory(plan)
+            if plan is not None:
+                return done + self._run_within_memory(plan)
+            # 2. Nothing is left to run: what is left to read?
+            done += self._land_alone()
+            return done or None
 
     @torch.inference_mode()
-    def _run(self, plan: Plan) -> list[Request]:
-        """The step of a plan; who got a token, in order.
+    def _run(self, plan: Plan, before: Progress) -> list[Request]:
+        """The step of a plan; who got a token, in order. before: where its requests stood.
 
         All lengths are counted on the host, and which caches evict follows from them: the device is
         waited for when tokens are read, not to learn what is due."""
@@ -367,12 +382,15 @@ class Engine:
         self._take_over_queries()
         # 1. Run the model: keys, values and queries are stored on the way, layer by layer.
         recorded = None
+        hidden = None
         if self.graphs is not None and plan.one_each:
             recorded = self.graphs(plan)
         if recorded is not None:
             observation = Observation()  # the recording has stored its queries; it has no chunk
         else:
             batch = Batch.build(plan, self.cache, self.queries)
+            if any(request.num_unread for request in plan.requests):
+                batch = batch.with_unread(self.newest)
             hidden = self.model(batch, self.cache, self.queries)
             observation = batch.observation
         # 2. Count what is there now: from here on the tokens of the step are cached.
@@ -380,26 +398,46 @@ class Engine:
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             request.num_computed += length
             request.cached_length += length
-        self._remember(plan)
-        self._count_memory(plan)
-        # 3. Completions that waited for a prompt take over what its leader has read. From here on
+        # 3. The tokens of the step before, if they are still to be read. Nobody wants the rows of
+        #    requests that ended with theirs, and of those that were fed a doubtful one: these are
+        #    as if the step had not been.
+        done, doubtful = self._land()
+        before.restore(doubtful)
+        skipped = {r for r in plan.requests if r.finish_reason is not None}.union(doubtful)
+        self._remember(plan, skipped)
+        self._count_memory(plan, skipped)
+        # 4. Completions that waited for a prompt take over what its leader has read. From here on
         #    they are requests as any other, and answer from their leader's row.
-        ready = plan.ready()
+        ready = {r: tokens for r, tokens in plan.ready().items() if r not in skipped}
         forks = self._fork(ready)
         for fork in forks:
             ready[fork] = ready[fork.leader]
-        # 4. A token for each row that has an answer to give; requests may end here.
-        takers = [(request, token) for request, tokens in ready.items() for token in tokens]
+        # 5. A token for each row that has an answer to give. Without overlap requests take theirs
+        #    now, and may end with it.
+        later = self._reads_later(ready)
         if recorded is not None:
-            take_tokens(plan.requests, recorded, self.group, self._close)
+            sampled = self._sample(plan.requests, recorded, skipped, later)
         else:
-            self._answer(takers, hidden)
+            takers = [(request, token) for request, tokens in ready.items() for token in tokens]
+            sampled = self._answer(takers, hidden, later)
         for fork in forks:
             fork.leader = None
-        # 5. Evict, of those that go on, whose cache or query buffer is full.
-        self._evict([r for r in plan.requests + forks if r.finish_reason is None])
-        self.stats.count_time(plan, len(takers), time.perf_counter() - began)
-        return list(ready)
+        if not later:
+            done += ready
+        # 6. Evict, of those that go on, whose cache or query buffer is full.
+        going_on = []
+        for request in plan.requests + forks:
+            ends = request.finish_reason is not None or request.is_full
+            if not ends and request not in skipped:
+                going_on.append(request)
+        evicted = self._evict(going_on)
+        # 7. What is left for later.
+        if later and ready:
+            done += self._let_fly(Flight(plan, sampled, evicted))
+        else:
+            self._count_evictions(evicted)
+        self.stats.count_step(plan, time.perf_counter() - began)
+        return done
 
     def _take_over_queries(self) -> None:
         """Copy the queries kept at a known prefix's border to whoever was admitted behind it."""
@@ -409,11 +447,13 @@ class Engine:
                 request.found_row = 0
         self.stats.prefix_tokens = self.scheduler.prefix_tokens
 
-    def _answer(self, takers: list[tuple[Request, int]], hidden: Tensor) -> None:
-        """Tokens for requests from the hidden states [T, hidden] of the step's tokens.
+    def _answer(self, takers: list[tuple[Request, int]], hidden: Tensor, later: bool) -> Sampled | None:
+        """Tokens for requests from the hidden states [T, hidden] of the step's tokens; as
+        `_sample`.
 
         takers: (request, which of the T tokens it follows). Logits are held of `logit_rows` rows at
         a time: given outputs have many, and a row is as long as the vocabulary."""
+        sampled = None
         every_token = range(len(hidden))
         for first in range(0, len(takers), self.logit_rows):
             some = takers[first : first + self.logit_rows]
@@ -423,10 +463,88 @@ class Engine:
             if index != list(every_token):
                 answering = hidden[torch.tensor(index, device=hidden.device)]
             logits = self.model.logits(answering, self.vocabulary)
-            answers = Answers(logits, best_tokens(logits))
-            take_tokens(requests, answers, self.group, self._close)
+            sampled = self._sample(requests, Answers(logits, best_tokens(logits)), (), later)
+        return sampled
 
-    def _remember(self, plan: Plan) -> None:
+    def _sample(
+        self,
+        requests: list[Request],
+        answers: Answers,
+        skipped: Collection[Request],
+        later: bool,
+    ) -> Sampled:
+        """A token for each row of answers, which its request takes at once or `later`: then it also
+        lies where the next step finds it. skipped: whose rows mean nothing."""
+        sampled = sample_tokens(requests, answers, self.group, self._close, skipped, outlives=later)
+        if later:
+            rows = answers.rows
+            if rows is None:
+                columns = {"rows": [request.row for request in requests]}
+                rows = send(columns, self.newest.device, int32=())["rows"]
+            # What stands for no token is no index either.
+            self.newest.index_copy_(0, rows, sampled.tokens.clamp(min=0))
+        else:
+            self._hand_out(sampled, sampled.read(), self._close)
+        return sampled
+
+    def _hand_out(self, sampled: Sampled, read: Read, close: Close) -> list[Request]:
+        """Let requests take the tokens that were read of a step; who got one."""
+        takers = take_tokens(sampled, read, close)
+        self.stats.output_tokens += len(takers)
+        self._doubted = len(read.doubtful) > 0
+        return takers
+
+    # ------------------------------------------------------------------ tokens that are read later
+
+    def _reads_later(self, requests: Collection[Request]) -> bool:
+        """Whether the host may read the tokens of these requests while the next step computes."""
+        return self.overlap and not self._doubted and not any(map(_waits_for_host, requests))
+
+    def _must_land_first(self) -> bool:
+        """Whether the next step cannot even be planned before the tokens in flight are read."""
+        if self._flight is None:
+            return False
+        return any(map(_waits_for_host, self.scheduler.running)) or self.scheduler.may_preempt()
+
+    def _let_fly(self, flight: Flight) -> list[Request]:
+        """Leave a step's tokens for later; who got one nevertheless.
+
+        Whoever has sampled its last token needs no seat any more."""
+        self._flight = flight
+        done: list[Request] = []
+        if flight.evicted.failures:
+            # Who could not be evicted may have ended with its token.
+            done, _ = self._land()
+        for request in flight.sampled.requests:
+            if request.is_full and request.finish_reason is None:
+                self.scheduler.finish(request)
+        return done
+
+    @torch.inference_mode()
+    def _land(self, close: Close | None = None) -> tuple[list[Request], list[Request]]:
+        """Read what is in flight: who got a token, and whose the device has wrong (DOUBT).
+
+        close: what is done with those that end, None for all that there is to do."""
+        flight = self._flight
+        if flight is None:
+            return [], []
+        read = flight.sampled.read()  # may fail, and be tried again
+        flight.landing = True
+        takers = self._hand_out(flight.sampled, read, close or self._close)
+        self._count_evictions(flight.evicted)
+        self._flight = None
+        return takers, read.doubtful
+
+    def _land_alone(self) -> list[Request]:
+        """The same, beside no step."""
+        began = time.perf_counter()
+        flight = self._flight
+        takers, _ = self._land()
+        if flight is not None:
+            self.stats.count_seconds(flight.plan, time.perf_counter() - began)
+        return takers
+
+    def _remember(self, plan: Plan, skipped: Collection[Request]) -> None:
         """Make pages that a step has filled known to the prefix cache; at a border queries too."""
         prefix = self.scheduler.prefix
         if prefix is None:
@@ -435,7 +553,7 @@ class Engine:
         for request, length in zip(plan.requests, plan.lengths, strict=True):
             # Tokens in the page that is not full: if all of the step's are there, none was filled.
             in_last_page = request.num_computed % page_size
-            if in_last_page >= length:
+            if in_last_page >= length or request in skipped:
                 continue
             prefix.insert(request)
             # A row of its own, where the prefix ends at a border whose queries are not known yet.
@@ -444,18 +562,30 @@ class Engine:
                 self.queries.copy_row(request.row, row)
                 prefix.keep_row(request)
 
-    def _evict(self, going_on: list[Request]) -> None:
-        """Reduce and evict what is due among these, and end those that could not be evicted.
+    def _evict(self, going_on: list[Request]) -> Evicted:
+        """Reduce and evict what is due among these.
 
         A GPU is not waited for: its seconds are counted in a later step, when they are known."""
         began = self.eviction_clock.begin()
-        if self.evictor.after_step(going_on):
+        evicted = self.evictor.after_step(going_on)
+        if evicted.at_work:
             self.eviction_clock.end(began)
-            for request in going_on:
-                if request.finish_reason is not None:
-                    self._close(request)
-        self.stats.evictions = self.evictor.evictions
         self.stats.eviction_seconds = self.eviction_clock.seconds()
+        return evicted
+
+    def _count_evictions(self, evicted: Evicted) -> None:
+        """Of those that go on: note their evictions, and end whose cache could not be evicted."""
+        for request, event in evicted.events.items():
+            if request.finish_reason is not None:
+                continue
+            self.stats.evictions += 1
+            if event is not None:
+                request.trace.append(event)
+        for request, reason in evicted.failures.items():
+            if request.finish_reason is None:
+                request.finish_reason = "error"
+                request.error = reason
+                self._close(request)
 
     def _fork(self, ready: Collection[Request]) -> list[Request]:
         """Completions that waited for a prompt's prefill take over what they do not share already.
@@ -481,8 +611,11 @@ class Engine:
             request.buffer_count = leader.buffer_count
         return forks
 
-    def _count_memory(self, plan: Plan) -> None:
+    def _count_memory(self, plan: Plan, skipped: Collection[Request]) -> None:
         """What is held with all that the step has stored, before anything ends or is evicted."""
+        lengths = [request.cached_length for request in plan.requests if request not in skipped]
+        if not lengths:
+            return
         # 1. Rows of query buffers: of whoever runs, and those kept at borders of known prefixes.
         running = self.scheduler.running
         prefix = self.scheduler.prefix
@@ -490,7 +623,7 @@ class Engine:
         # 2. Pages without a budget: every token computed would still be there.
         full_pages = sum(-(-r.num_computed // self.config.page_size) for r in running)
         self.stats.count_memory(
-            cached_tokens=max(r.cached_length for r in plan.requests),
+            cached_tokens=max(lengths),
             kv_bytes=self.pool.used_count * self.page_bytes,
             full_bytes=full_pages * self.page_bytes,
             query_bytes=(len(running) + kept_rows) * self.queries.row_bytes,
@@ -525,19 +658,31 @@ class Engine:
         """End whoever was in the step; who holds what follows anew from those that run.
 
         error: what ended the step, None where that is no longer known."""
-        # 1. Those in it, and the completions that waited for their prompts.
-        plan = self._plan
-        if plan is not None:
-            failed = isinstance(error, Exception)  # else somebody asked to stop
-            followers = [r for r in self.scheduler.running if r.leader in plan.requests]
-            for request in plan.requests + followers:
-                if request.finish_reason is not None:
-                    continue
-                request.finish_reason = "error" if failed else "abort"
-                request.error = repr(error) if failed else None
-                flush_text(request)
-        # 2. Pages, rows and queues.
+        # 1. What the step before has sampled is not lost, if it can still be read.
+        flight = self._flight
+        if flight is not None and not flight.landing:
+            try:
+                self._land(close=flush_text)
+            except Exception as broken:
+                log.warning("the last tokens are lost: %r", broken)
+        # 2. Who was in the step: its requests, completions that waited for their prompts, and
+        #    whoever has tokens that nobody will read.
+        inside = [request for request in self.scheduler.running if request.num_unread]
+        if self._flight is not None:
+            inside += self._flight.sampled.requests
+        if self._plan is not None:
+            followers = [r for r in self.scheduler.running if r.leader in self._plan.requests]
+            inside += self._plan.requests + followers
+        failed = isinstance(error, Exception)  # else somebody asked to stop
+        for request in inside:
+            if request.finish_reason is not None:
+                continue
+            request.finish_reason = "error" if failed else "abort"
+            request.error = repr(error) if failed else None
+            flush_text(request)
+        # 3. Pages, rows and queues.
         self.scheduler.put_right()
+        self._flight = None
         self._plan = None
         self._torn = False
 
@@ -551,7 +696,7 @@ class Engine:
         self._plan = plan
         before = Progress.of(plan)
         try:
-            done = self._run(plan)
+            done = self._run(plan, before)
         except Exception as error:
             if not is_out_of_memory(error) or before.answered() or self.group.size > 1:
                 raise  # other members of a group have run the step and go on behind it
@@ -560,25 +705,34 @@ class Engine:
         else:
             self._plan = None
             return done
-        # 2. Undo it. Only here, behind `except`, has the failed step let go of its memory.
+        # 2. Undo it. Only here, behind `except`, has the failed step let go of its memory. What the
+        #    step before has sampled is read, if that is still to be done.
         before.restore()
+        done, _ = self._land()
+        for request in plan.requests:
+            request.num_unread = 0
         if plan.prefill:
             self.scheduler.try_fewer(plan)
         self._plan = None
         # 3. Try less, or end the one that was alone.
-        done = []
-        if len(plan.requests) == 1:
-            request = plan.requests[0]
+        request = plan.requests[0]
+        alone = len(plan.requests) == 1
+        if alone and request.finish_reason is None:
             request.finish_reason = "error"
             request.error = reason
             self._close(request)
-        elif not plan.prefill:
+        if not alone and not plan.prefill:
             middle = len(plan.requests) // 2
             for first, end in ((0, middle), (middle, len(plan.requests))):
                 half = plan.part(first, end)
                 if half.requests:
                     done += self._run_within_memory(half)
         return done
+
+
+def _waits_for_host(request: Request) -> bool:
+    """Whether what a request's next step reads is known to the host alone, or asked of it."""
+    return request.forced is not None or request.on_logits is not None
 
 
 def _shown(token_id: object) -> str:

@@ -12,7 +12,7 @@ After a step (`after_step`):
 Shapes: B requests, L layers, H query heads, K KV heads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,6 +39,16 @@ class EvictionEvent:
     kept: Tensor  # int32 [L, K, S]: positions kept, ascending, the protected ones included
     # int32 [L, H, n]: positions of the queries left in the buffer, -1 where a slot is empty
     beacons: Tensor
+
+
+@dataclass
+class Evicted:
+    """What became of the requests that were at their budget after a step."""
+
+    # whose cache was evicted -> what its trace gets of it, None without a trace
+    events: dict[Request, EvictionEvent | None] = field(default_factory=dict)
+    failures: dict[Request, str] = field(default_factory=dict)  # whose was not -> why
+    at_work: bool = False  # whether anything was due, were it a reduction
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,6 @@ class Evictor:
         self.ranker = None
         if settings is not None:
             self.ranker = Ranker(settings, cache, queries, rope, kernels, self.heads)
-        self.evictions = 0
 
     # ------------------------------------------------------------------------------- when
 
@@ -119,17 +128,17 @@ class Evictor:
 
     # -------------------------------------------------------------------------------- how
 
-    def after_step(self, requests: list[Request]) -> bool:
-        """Reduce and evict what is due among the requests that go on after a step;
-        whether anything was.
+    def after_step(self, requests: list[Request]) -> Evicted:
+        """Reduce and evict what is due among the requests that go on after a step.
 
-        One whose eviction fails, in a policy's own `score` or for lack of memory, ends in
-        error, alone."""
+        One whose eviction fails, in a policy's own `score` or for lack of memory, has no cache to
+        go on with; the others have theirs."""
         reduce, evict = self.due(requests)
         self._reduce(reduce)
+        evicted = Evicted(at_work=bool(reduce or evict))
         for together in self._batches(evict):
-            self._evict_or_end(together)
-        return bool(reduce or evict)
+            self._evict(together, evicted)
+        return evicted
 
     def _batches(self, requests: list[Request]) -> list[list[Request]]:
         """Requests that are evicted together: as many as SCRATCH has room for."""
@@ -161,13 +170,14 @@ class Evictor:
         for request in requests:
             request.buffer_count = min(request.buffer_count, beacons)
 
-    def _evict_or_end(self, requests: list[Request]) -> None:
-        """One eviction of requests that are all at their budget.
+    def _evict(self, requests: list[Request], evicted: Evicted) -> None:
+        """One eviction of requests that are all at their budget; what becomes of it goes
+        to `evicted`.
 
         Choosing changes nothing, so where it fails each request is tried alone, in less memory. One
-        that fails alone ends, and so do all whose caches were left half moved. Where several
-        processes compute together, only a wrong answer of the policy's (ValueError), which is wrong
-        in all of them, ends a request alone."""
+        that fails alone has failed, and so have all whose caches were left half moved. Where
+        several processes compute together, only a wrong answer of the policy's (ValueError), which
+        is wrong in all of them, is a request's own."""
         several_processes = self.heads.group.size > 1
         failure = None
         # 1. Choose what stays.
@@ -180,21 +190,20 @@ class Evictor:
         # 2. One by one, where that failed; only here has the failed try let go of its memory.
         if failure is not None and len(requests) > 1:
             for request in requests:
-                self._evict_or_end([request])
+                self._evict([request], evicted)
             return
         # 3. Move what stays.
         if failure is None:
             try:
-                self._move(choice)
+                evicted.events.update(self._move(choice))
             except Exception as error:
                 if several_processes:
                     raise
                 failure = _described(error)
-        # 4. Who has no cache to go on with ends.
+        # 4. Who has no cache to go on with.
         if failure is not None:
             for request in requests:
-                request.finish_reason = "error"
-                request.error = f"its cache could not be evicted: {failure}"
+                evicted.failures[request] = f"its cache could not be evicted: {failure}"
 
     def _staged(self, requests: list[Request]) -> Due:
         """What the device has to know of these requests, in one copy."""
@@ -262,8 +271,9 @@ class Evictor:
             best_scores = ranks.gather(-1, best.long())
         return Choice(due, keep, best_scores)
 
-    def _move(self, choice: Choice) -> None:
-        """Leave only what stays; the caches, their lengths and the query buffers change here."""
+    def _move(self, choice: Choice) -> dict[Request, EvictionEvent | None]:
+        """Leave only what stays; the caches, their lengths and the query buffers change here. What
+        each request's trace gets of it."""
         settings = self.settings
         cache = self.cache
         requests = choice.due.requests
@@ -283,10 +293,7 @@ class Evictor:
         # 2. FPS reduces beacons and recents together to what the next period begins with.
         if settings.reduces:
             self._reduce_rows(requests, choice.due.rows, choice.due.buffer_counts)
-        if self.trace:
-            for request in requests:
-                request.trace.append(self._event(request))
-        self.evictions += len(requests)
+        return {request: self._event(request) if self.trace else None for request in requests}
 
     def _remember_scores(self, requests: list[Request], kept_scores: Tensor) -> None:
         """For `Slots.previous`: scores [B, L, K, kept - window], in the order of the slots."""

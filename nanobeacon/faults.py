@@ -6,6 +6,7 @@ chunks, which are reduced in place: those requests begin anew.) Knows counts and
 who runs next.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ class Progress:
     num_computed: list[int]
     cached_length: list[int]
     buffer_count: list[int]
-    num_output: list[int]
+    num_output: list[int]  # those that the host had not read included
 
     @staticmethod
     def of(plan: Plan) -> "Progress":
@@ -33,7 +34,7 @@ class Progress:
             num_computed=[request.num_computed for request in requests],
             cached_length=[request.cached_length for request in requests],
             buffer_count=[request.buffer_count for request in requests],
-            num_output=[len(request.output_token_ids) for request in requests],
+            num_output=[request.num_output for request in requests],
         )
 
     def answered(self) -> bool:
@@ -41,21 +42,21 @@ class Progress:
         rows = zip(self.requests, self.num_output, strict=True)
         return any(len(request.output_token_ids) > count for request, count in rows)
 
-    def restore(self) -> None:
-        """Back to where those that still run stood."""
+    def restore(self, only: Collection[Request] | None = None) -> None:
+        """Back to where those that still run stood; only: so many of them, None for all."""
         for i, request in enumerate(self.requests):
-            if request.finish_reason is not None:
+            if request.finish_reason is not None or (only is not None and request not in only):
                 continue
             request.num_computed = self.num_computed[i]
             request.cached_length = self.cached_length[i]
             request.buffer_count = self.buffer_count[i]
             # There is one for each output token; the step may have failed between the two.
-            del request.logprobs[self.num_output[i] :]
+            del request.logprobs[len(request.output_token_ids) :]
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory is what was missing: Python's error, the GPU's, and those that torch and CUDA's
-    libraries raise as a RuntimeError of some text."""
+    """Whether memory is what was missing: Python's error, the GPU's, and those that torch and
+    CUDA's libraries raise as a RuntimeError of some text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     said = ("can't allocate memory", "out of memory", "ALLOC_FAILED")

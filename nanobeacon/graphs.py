@@ -107,15 +107,18 @@ class DecodeGraphs:
         max_cached_length: int,
         vocabulary: int,
         record: Callable[[Replay], Replay],
+        newest: Tensor | None = None,
     ) -> None:
         """max_cached_length: tokens, for which attention is launched whatever a batch has.
-        vocabulary: logits in a row. record: a `Recorder`, or a test's stand-in."""
+        vocabulary: logits in a row. record: a `Recorder`, or a test's stand-in. newest: the token
+        sampled last for each row, int64 [rows]; None where the host knows all tokens."""
         self.model = model
         self.cache = cache
         self.queries = queries
         self.buckets = buckets(max_num_seqs)
         self.max_cached_length = max_cached_length
         self.record = record
+        self.newest = newest
         # Inputs and outputs of all recordings, which run one at a time: each uses the first rows.
         device = cache.keys.device
         self.numbers = torch.zeros(ROOM * (max_num_seqs + 1), dtype=torch.int64, device=device)
@@ -156,10 +159,10 @@ class DecodeGraphs:
             return None
         size = min(enough)
         # 2. The step's numbers to where it reads them, and the replay.
-        self._batch(plan.requests, size)
+        batch = self._batch(plan.requests, size)
         self._recordings[size]()
         # 3. What the rows of nobody's say is left out.
-        return Answers(self.logits[:count], self.best[:count])
+        return Answers(self.logits[:count], self.best[:count], batch.rows[:count])
 
     def _batch(self, requests: list[Request], size: int) -> Batch:
         """The requests, and nobody in the rows behind them: the same tensors for the same size."""
@@ -171,6 +174,8 @@ class DecodeGraphs:
     def _forward(self, inputs: Batch) -> Tensor:
         """What is recorded: model, head and greedy tokens, all into the outputs."""
         count = len(inputs.cached_lengths)
+        if self.newest is not None:
+            inputs = inputs.with_unread(self.newest)
         hidden = self.model(inputs, self.cache, self.queries)
         logits = self.model.logits(hidden, self.logits.shape[1], onto=self.logits[:count])
         return self.best[:count].copy_(best_tokens(logits))

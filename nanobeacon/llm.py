@@ -74,6 +74,7 @@ class LLM:
     - gpu_memory: the share of a GPU's memory that the cache may have of what the weights leave.
     - chunk: tokens of a prompt that one step computes.
     - cuda_graphs: whether a GPU's decode steps are recorded and replayed.
+    - overlap: whether a step's tokens are read while the next one runs; None: on a GPU they are.
 
     What the cache keeps (METHOD.md):
     - budget: evictable tokens that a request may cache (B_max); None: all.
@@ -105,6 +106,7 @@ class LLM:
         gpu_memory: float = 0.9,
         chunk: int = 512,
         cuda_graphs: bool = True,
+        overlap: bool | None = None,
         budget: int | None = None,
         policy: str | Policy = "beacon",
         window: int | None = None,
@@ -127,6 +129,7 @@ class LLM:
             gpu_memory=gpu_memory,
             chunk=chunk,
             cuda_graphs=cuda_graphs,
+            overlap=overlap,
             eviction=eviction,
             trace=trace,
             prefix_cache=prefix_cache,

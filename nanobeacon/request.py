@@ -155,7 +155,7 @@ class Request:
     """One completion on its way: what was asked, what came of it, and where its cache lies.
 
     Three lengths, and how they relate:
-    - num_tokens = prompt + output: what was read or sampled;
+    - num_tokens = prompt + output: what was read or sampled, also what the host does not know yet;
     - num_computed <= num_tokens: the positions whose keys and values were computed;
     - cached_length <= num_computed: the slots still held, which eviction lowers.
     The next position is num_computed, the next slot is cached_length: one is logical, the other
@@ -175,6 +175,7 @@ class Request:
 
     # What has come of it
     output_token_ids: list[int] = field(default_factory=list)
+    num_unread: int = 0  # sampled behind these; they lie on the device, and the host has not read them
     logprobs: list[Any] = field(default_factory=list)
     trace: list[Any] = field(default_factory=list)
     kept_scores: Any = None  # [L, K, n], what a policy's own score gave the slots it chose to keep
@@ -211,9 +212,19 @@ class Request:
     found_row: int = 0
 
     @property
+    def num_output(self) -> int:
+        """Tokens of the output so far, those included that the host has not read yet."""
+        return len(self.output_token_ids) + self.num_unread
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the text so far, prompt and output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return len(self.prompt_token_ids) + self.num_output
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its last token has been sampled: it ends with it, whatever token that is."""
+        return self.num_output >= self.max_tokens
 
     @property
     def decodes(self) -> bool:
@@ -221,7 +232,8 @@ class Request:
         # Asked of every request in every step: lengths are taken once.
         prompt = len(self.prompt_token_ids)
         computed = self.num_computed
-        return computed >= prompt and prompt + len(self.output_token_ids) - computed == 1
+        sampled = len(self.output_token_ids) + self.num_unread
+        return computed >= prompt and prompt + sampled - computed == 1
 
     @property
     def num_given(self) -> int:

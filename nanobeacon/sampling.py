@@ -24,7 +24,11 @@ ROWS = 16
 DEPTH = 64  # logits in a block, of which the largest stands for all
 # Blocks looked at, and rows at once: first a few blocks, then more for the rows whose
 # nucleus is larger
-LEVELS = ((64, 6 * ROWS), (512, ROWS))
+FIRST_LOOK = (64, 6 * ROWS)
+SECOND_LOOK = (512, ROWS)
+# In a token's place, like the NOT_FINITE of `best_tokens`
+NOT_FINITE = -1
+DOUBT = -2
 CANDIDATES = 1024  # ranked at most; only a row that needs more is sorted
 MARGIN = 2e-5  # relative error of a float32 total, at most: see `_total`
 
@@ -65,6 +69,22 @@ def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     maxima, sum of exponentials), with 4 bytes a logit for 6 * ROWS rows at a time; only a large
     nucleus is sorted. Which rows need a second look is read from the device once. Rows with neither
     are weighed in float64 in the order of ids, ROWS at a time."""
+    tokens = first_look(logits, rows)
+    if may_doubt(rows, logits.shape[-1]):
+        doubtful = [row for row, token in enumerate(tokens.tolist()) if token == DOUBT]
+        if doubtful:
+            tokens[_index(doubtful)] = second_look(logits, rows, doubtful)
+    return tokens
+
+
+def may_doubt(rows: Sequence[Draw], vocabulary: int) -> bool:
+    """Whether `first_look` may leave a doubt in one of these rows."""
+    return any(_kind(draw, vocabulary) == "ranked" for draw in rows)
+
+
+def first_look(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
+    """The same ids, and DOUBT where a few candidates of the row do not settle it. Nothing is read
+    from the device."""
     vocabulary = logits.shape[-1]
     # 1. The best of each row: the answer where nothing is drawn.
     tokens = logits.argmax(-1)
@@ -77,29 +97,37 @@ def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     for at in range(0, len(plain), ROWS):
         some = _index(plain[at : at + ROWS])
         tokens[some] = _draw_in_order_of_ids(_clean(logits[some]), columns[some])
-    # 3. The others, from a few candidates, and again from more where that left a doubt.
-    left = [row for row, kind in enumerate(kinds) if kind == "ranked"]
-    for blocks, at_once in LEVELS:
-        if not left:
-            break
-        answers = []
-        for at in range(0, len(left), at_once):
-            some = _index(left[at : at + at_once])
-            tokens[some], certain = _draw_from_candidates(logits[some], columns[some], blocks)
-            answers.append(certain)
-        certain = torch.cat(answers).tolist()
-        left = [row for row, sure in zip(left, certain, strict=True) if not sure]
-    # 4. What is left is sorted whole.
-    for row in left:
-        tokens[row] = sample_exact(logits[row], rows[row])
+    # 3. The others, from a few candidates.
+    ranked = [row for row, kind in enumerate(kinds) if kind == "ranked"]
+    blocks, at_once = FIRST_LOOK
+    for at in range(0, len(ranked), at_once):
+        some = _index(ranked[at : at + at_once])
+        ids, certain = _draw_from_candidates(logits[some], columns[some], blocks)
+        tokens[some] = torch.where(certain, ids, DOUBT)
     return tokens
 
 
+def second_look(logits: Tensor, rows: Sequence[Draw], doubtful: Sequence[int]) -> Tensor:
+    """Ids int64 [D] of the D rows, in ascending order, that the first look left in doubt."""
+    blocks, at_once = SECOND_LOOK
+    found: list[int] = []
+    for at in range(0, len(doubtful), at_once):
+        some = list(doubtful[at : at + at_once])
+        # 1. From more candidates.
+        columns = _columns([rows[row] for row in some], logits.shape[-1], logits.device)
+        ids, certain = _draw_from_candidates(logits[_index(some)], columns, blocks)
+        settled = torch.where(certain, ids, DOUBT).tolist()
+        # 2. What is still in doubt is sorted whole.
+        for row, token in zip(some, settled, strict=True):
+            found.append(sample_exact(logits[row], rows[row]) if token == DOUBT else token)
+    return torch.tensor(found, dtype=torch.int64, device=logits.device)
+
+
 def best_tokens(logits: Tensor) -> Tensor:
-    """Greedy ids int64 [R] of logits [R, V], of equal ones the first; -1 where a row is
+    """Greedy ids int64 [R] of logits [R, V], of equal ones the first; NOT_FINITE where a row is
     not finite."""
     values, ids = logits.max(-1)
-    return torch.where(values.isfinite(), ids, -1)
+    return torch.where(values.isfinite(), ids, NOT_FINITE)
 
 
 def sample_exact(logits: Tensor, draw: Draw) -> int:
@@ -167,7 +195,10 @@ def _columns(rows: Sequence[Draw], vocabulary: int, device: torch.device) -> Ten
         temperature = min(draw.temperature, 1e300)
         top_k = draw.top_k or vocabulary
         table.extend((temperature, top_k, draw.top_p, draw.min_p, draw.uniform))
-    return torch.frombuffer(table, dtype=torch.float64).view(len(rows), -1).to(device)
+    host = torch.frombuffer(table, dtype=torch.float64).view(len(rows), -1)
+    if device.type == "cuda":
+        host = host.pin_memory()  # a copy from there is waited for by nobody
+    return host.to(device, non_blocking=True)
 
 
 def _clean(logits: Tensor) -> Tensor:

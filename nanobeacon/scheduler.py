@@ -132,6 +132,15 @@ class Scheduler:
         self._decode_next = plan is not None and plan.prefill
         return plan
 
+    def may_preempt(self) -> bool:
+        """Whether the next decode step could take somebody's pages away: more of those that decode
+        are at the end of theirs than there are pages."""
+        if self.budget is not None or self.pool.available >= len(self.running):
+            return False
+        decoders = [r for r in self.running if r.decodes]
+        at_end = sum(r.cached_length == len(r.pages) * self.page_size for r in decoders)
+        return at_end > self.pool.available
+
     def finish(self, request: Request) -> None:
         """Forget a request, wherever it is; its pages and its row are free again."""
         if request in self.running:
@@ -219,7 +228,7 @@ class Scheduler:
         """The completion of the same prompt whose prefill lies ahead: the first of them runs
         it for all."""
         for other in self.running:
-            if other.arrival == request.arrival and not other.output_token_ids:
+            if other.arrival == request.arrival and not other.num_output:
                 return other
         return None
 

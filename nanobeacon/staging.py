@@ -1,10 +1,11 @@
-"""From the host's numbers to the device, in one copy that nobody waits for.
+"""From the host's numbers to the device, in one copy that nobody waits for (`send`), and back from
+the device, waiting for what is asked for and for nothing behind it (`fetch`).
 
 Knows columns of numbers and devices; nothing of what they mean.
 """
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ def send(
 ) -> dict[str, Tensor]:
     """The columns on a device: int32 those that are named so, the others int64. One copy for all.
 
-    They are views of one tensor, and of `onto` [n] int64 where that is given, from its beginning.
-    From pinned memory a copy needs no wait: torch keeps that memory until the device has read it."""
+    They are views of one tensor, and of `onto` [n] int64 where that is given, from its
+    beginning. From pinned memory a copy needs no wait: torch keeps that memory until the device
+    has read it."""
     # 1. One behind the other on the host, each from an aligned place on.
     data = bytearray()
     words = []
@@ -46,3 +48,27 @@ def send(
         typed = part.view(torch.int32) if name in int32 else part
         sent[name] = typed[: len(columns[name])]
     return sent
+
+
+def fetch(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Let tensors of one device start on their way to the host; what is returned gives them there.
+
+    It waits for what the device had to do before, and not for what is launched after this call. It
+    may be asked again."""
+    on_gpu = len(tensors) > 0 and tensors[0].device.type == "cuda"
+    if not on_gpu:
+        return lambda: list(tensors)
+    # 1. Into pinned memory: a copy elsewhere would wait for the device here.
+    there = []
+    for tensor in tensors:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        there.append(host.copy_(tensor, non_blocking=True))
+    # 2. The place in the device's queue behind these copies.
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def arrived() -> list[Tensor]:
+        copied.synchronize()
+        return there
+
+    return arrived

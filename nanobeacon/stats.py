@@ -33,11 +33,15 @@ class Stats:
         self.full_kv_bytes = max(self.full_kv_bytes, full_bytes)
         self.query_buffer_bytes = max(self.query_buffer_bytes, query_bytes)
 
-    def count_time(self, plan: Plan, tokens: int, seconds: float) -> None:
-        """A step's seconds, and the output tokens it brought."""
-        self.output_tokens += tokens
+    def count_step(self, plan: Plan, seconds: float) -> None:
+        """A step's seconds, and the prompt tokens it has read."""
         if plan.prefill:
             self.prompt_tokens += sum(plan.lengths)
+        self.count_seconds(plan, seconds)
+
+    def count_seconds(self, plan: Plan, seconds: float) -> None:
+        """Seconds that belong to a step, or to the reading of its tokens."""
+        if plan.prefill:
             self.prefill_seconds += seconds
         else:
             self.decode_seconds += seconds

@@ -31,7 +31,16 @@ def test_large_batches_have_few_buckets():
 
 def graphs_of(llm: LLM, record, most: int = 4) -> DecodeGraphs:
     it = llm.engine
-    return DecodeGraphs(it.model, it.cache, it.queries, most, it.max_model_len, it.vocabulary, record)
+    return DecodeGraphs(
+        it.model,
+        it.cache,
+        it.queries,
+        most,
+        it.max_model_len,
+        it.vocabulary,
+        record,
+        newest=it.newest if it.overlap else None,
+    )
 
 
 @pytest.mark.parametrize("policy", [None, "beacon", "recent", "initial", "random-query", "streaming"])
@@ -220,7 +229,7 @@ def test_nothing_is_compiled_while_requests_are_served(tmp_path, options):
         outputs = llm.generate(prompts, params)
     assert [len(o.token_ids) for o in outputs] == [150, 20, 64, 5, 200, 300]
     assert variants(launches) <= warmed
-    assert (it.evictor.evictions > 0) == bool(options)
+    assert (llm.stats.evictions > 0) == bool(options)
 
 
 def test_a_warm_up_leaves_nothing_behind(tmp_path):
@@ -232,7 +241,7 @@ def test_a_warm_up_leaves_nothing_behind(tmp_path):
     llm = LLM(folder, **options)
     it = llm.engine
     warm_up(it.model, it.cache, it.queries, it.evictor, it.config.chunk, 4)
-    assert it.evictor.evictions == 0 and it.pool.used_count == 0 and llm.stats.prompt_tokens == 0
+    assert llm.stats.evictions == 0 and it.pool.used_count == 0 and llm.stats.prompt_tokens == 0
     found = llm.generate([prompt_of(40)], params)[0]
     assert found.token_ids == wanted.token_ids and len(found.trace) == len(wanted.trace) > 0
     for ours, theirs in zip(found.trace, wanted.trace, strict=True):

@@ -322,14 +322,15 @@ def test_arrivals_aborts_and_a_tiny_pool_at_random(folder, mode, data):
     aborts = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), max_size=2))
     made: list[Request] = []
     steps = 0
-    while coming or llm.engine.scheduler.waiting or llm.engine.scheduler.running:
+    news: list[Request] | None = []
+    while coming or news is not None:
         if coming and (steps >= coming[0][0] or not llm.engine.scheduler.running):
             n = data.draw(st.sampled_from([1, 1, 3]))
             made += llm.submit([list(coming.pop(0)[1])], greedy(60, n))
         for when, which in aborts:
             if when == steps:
                 llm.engine.abort(made[which % len(made)])
-        llm.engine.step()
+        news = llm.engine.step()
         prove(llm.engine.scheduler)
         steps += 1
         assert steps < 3000, "it hangs"

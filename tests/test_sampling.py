@@ -167,10 +167,11 @@ def test_top_p_over_a_large_vocabulary_does_not_sort_it(monkeypatch):
     sample(logits, [Draw(uniform=0.7), Draw(min_p=0.1, uniform=0.7)])
 
 
-@pytest.mark.parametrize("levels", [(1,), (3, 9), (64, 512)])
+@pytest.mark.parametrize("looks", [(1, 1), (3, 9), (64, 512)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sample_gives_what_the_definition_gives(levels, dtype, monkeypatch):
-    monkeypatch.setattr(sampling, "LEVELS", [(blocks, sampling.ROWS) for blocks in levels])
+def test_sample_gives_what_the_definition_gives(looks, dtype, monkeypatch):
+    for name, blocks in zip(("FIRST_LOOK", "SECOND_LOOK"), looks, strict=True):
+        monkeypatch.setattr(sampling, name, (blocks, sampling.ROWS))
     monkeypatch.setattr(sampling, "DEPTH", 8)
     source, generator = random.Random(6), torch.Generator().manual_seed(6)
     for scale in (0.01, 1, 4, 30):  # all nearly equal, to nearly certain

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from ..cache import QueryBuffer
 from ..engine import Engine
-from ..eviction import Evictor
+from ..eviction import Evicted, Evictor
 from ..kernels import reference
 from ..policies import Policy
 from ..request import Request
@@ -55,7 +55,7 @@ class SelectingEvictor(Evictor):
         if name != "ema":  # averages alone could be kept without the history
             self.row_bytes += history.row_bytes
 
-    def after_step(self, requests: list[Request]) -> bool:
+    def after_step(self, requests: list[Request]) -> Evicted:
         """Fill the rows of the requests whose eviction is due, then go on as the engine does."""
         _, due = self.due(requests)
         for request in due:
