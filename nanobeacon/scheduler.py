@@ -340,7 +340,8 @@ class Scheduler:
         self.pool.release(reversed(request.pages))
         self.free_rows.append(request.row)
         _take_holdings(request)
-        followers = [r for r in self.running if r.leader is request]
+        # Whoever has taken the prompt over already needs nobody to read it.
+        followers = [r for r in self.running if r.leader is request and not r.num_computed]
         if followers:
             self._lead_anew(followers)
 

@@ -23,6 +23,7 @@ PACKAGE = Path(nanobeacon.__file__).parent
 SIZES = dict(dtype="float32", device="cpu", page_size=8, chunk=16)
 BUDGET = dict(budget=40, window=4, protect=4)
 MODES = {"full": {}, "beacon": BUDGET, "snapkv": BUDGET | dict(policy="snapkv")}
+WITH_OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 PROMPTS = [prompt_of(40), prompt_of(40)[:32] + prompt_of(9), prompt_of(21)]
 
 
@@ -81,13 +82,16 @@ def limit_forward(llm: LLM, monkeypatch, most: int, error: Exception, late: bool
     return tried
 
 
+@WITH_OVERLAP
 @pytest.mark.parametrize("late", [False, True], ids=["forward", "logits"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_without_memory_is_run_again_in_smaller_parts_and_nobody_ends(folder, mode, late, monkeypatch):
-    llm = LLM(folder, **SIZES, **MODES[mode])
+def test_a_step_without_memory_is_run_again_in_smaller_parts_and_nobody_ends(
+    folder, overlap, mode, late, monkeypatch
+):
+    llm = LLM(folder, overlap=overlap, **SIZES, **MODES[mode])
     params = greedy(60, logprobs=0)
     wanted = llm.generate(PROMPTS, params)
-    llm = LLM(folder, **SIZES, **MODES[mode])
+    llm = LLM(folder, overlap=overlap, **SIZES, **MODES[mode])
     tried = limit_forward(llm, monkeypatch, most=1, error=ERRORS["python"], late=late)
     found = llm.generate(PROMPTS, params)
     assert tokens(found) == tokens(wanted) and {o.finish_reason for o in found} == {"length"}
@@ -96,9 +100,10 @@ def test_a_step_without_memory_is_run_again_in_smaller_parts_and_nobody_ends(fol
     idle(llm)
 
 
+@WITH_OVERLAP
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_request_that_memory_cannot_hold_alone_ends_and_no_other(folder, error, monkeypatch):
-    llm = LLM(folder, **SIZES, **BUDGET)
+def test_a_request_that_memory_cannot_hold_alone_ends_and_no_other(folder, overlap, error, monkeypatch):
+    llm = LLM(folder, overlap=overlap, **SIZES, **BUDGET)
     wanted = tokens(llm.generate(PROMPTS, greedy()))
     forward = llm.engine.model.forward
 
@@ -117,9 +122,10 @@ def test_a_request_that_memory_cannot_hold_alone_ends_and_no_other(folder, error
     assert tokens(llm.generate(PROMPTS, greedy())) == wanted
 
 
-def test_completions_whose_prompt_memory_cannot_hold_end_and_no_other(folder, monkeypatch):
+@WITH_OVERLAP
+def test_completions_whose_prompt_memory_cannot_hold_end_and_no_other(folder, overlap, monkeypatch):
     """The copies for completions fail: they and their leader begin again, alone in the end."""
-    llm = LLM(folder, **SIZES, **BUDGET)
+    llm = LLM(folder, overlap=overlap, **SIZES, **BUDGET)
     (wanted,) = tokens(llm.generate([PROMPTS[2]], greedy()))
 
     def fail(*_):
@@ -132,8 +138,9 @@ def test_completions_whose_prompt_memory_cannot_hold_end_and_no_other(folder, mo
     idle(llm)
 
 
-def test_an_eviction_without_memory_for_all_is_tried_one_by_one(folder, monkeypatch):
-    llm = LLM(folder, **SIZES, **BUDGET)
+@WITH_OVERLAP
+def test_an_eviction_without_memory_for_all_is_tried_one_by_one(folder, overlap, monkeypatch):
+    llm = LLM(folder, overlap=overlap, **SIZES, **BUDGET)
     wanted = tokens(llm.generate([prompt_of(20, seed=s) for s in range(3)], greedy(90)))
     ranks = llm.engine.evictor.ranker.ranks
     sizes = []
@@ -150,8 +157,9 @@ def test_an_eviction_without_memory_for_all_is_tried_one_by_one(folder, monkeypa
     idle(llm)
 
 
-def test_a_cache_left_half_moved_ends_its_requests_and_no_other(folder, monkeypatch):
-    llm = LLM(folder, **SIZES, **BUDGET)
+@WITH_OVERLAP
+def test_a_cache_left_half_moved_ends_its_requests_and_no_other(folder, overlap, monkeypatch):
+    llm = LLM(folder, overlap=overlap, **SIZES, **BUDGET)
     (wanted,) = tokens(llm.generate([PROMPTS[2]], greedy(10)))
 
     def fail(*_):
@@ -167,7 +175,8 @@ def test_a_cache_left_half_moved_ends_its_requests_and_no_other(folder, monkeypa
 # --------------------------------------------------------------------------------- functions of the user's
 
 
-def test_a_score_that_fails_ends_the_request_it_fails_for_and_no_other(folder):
+@WITH_OVERLAP
+def test_a_score_that_fails_ends_the_request_it_fails_for_and_no_other(folder, overlap):
     """Both prompts are evicted in one group; the function fails on the positions of the longer one."""
     groups = []
 
@@ -178,7 +187,7 @@ def test_a_score_that_fails_ends_the_request_it_fails_for_and_no_other(folder):
         return slots.positions.float()
 
     policy = Policy("mine", beacons=0, recents=0, score=score)
-    llm = LLM(folder, **(SIZES | dict(chunk=32)), budget=40, window=4, policy=policy)
+    llm = LLM(folder, overlap=overlap, **(SIZES | dict(chunk=32)), budget=40, window=4, policy=policy)
     short, long = llm.generate([prompt_of(10), prompt_of(30)], greedy(50))
     assert groups[:3] == [2, 1, 1]
     assert short.finish_reason == "length"
@@ -186,8 +195,9 @@ def test_a_score_that_fails_ends_the_request_it_fails_for_and_no_other(folder):
     idle(llm)
 
 
-def test_a_listener_that_fails_ends_its_own_request_only(folder):
-    llm = LLM(folder, **SIZES, **BUDGET)
+@WITH_OVERLAP
+def test_a_listener_that_fails_ends_its_own_request_only(folder, overlap):
+    llm = LLM(folder, overlap=overlap, **SIZES, **BUDGET)
     wanted = tokens(llm.generate(PROMPTS, greedy()))
 
     def fail(index, logits):
@@ -204,8 +214,9 @@ def test_a_listener_that_fails_ends_its_own_request_only(folder):
     idle(llm)
 
 
-def test_a_processor_that_fails_or_answers_nan_ends_its_own_request_only(folder):
-    llm = LLM(folder, **SIZES, **BUDGET)
+@WITH_OVERLAP
+def test_a_processor_that_fails_or_answers_nan_ends_its_own_request_only(folder, overlap):
+    llm = LLM(folder, overlap=overlap, **SIZES, **BUDGET)
     wanted = tokens(llm.generate(PROMPTS, greedy()))
 
     def fail(token_ids, logits):
@@ -312,11 +323,13 @@ def crowd(llm: LLM):
 
 
 @pytest.mark.parametrize("apart", [16, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["full", "beacon"])
-def test_ctrl_c_at_any_line_loses_nothing(folder, mode, apart):
+@pytest.mark.parametrize(
+    "mode, overlap", [("full", False), ("beacon", False), ("full", True), ("beacon", True)]
+)
+def test_ctrl_c_at_any_line_loses_nothing(folder, mode, overlap, apart):
     """Lines of engine, scheduler, pool, caches and evictor that are run, the first time or a later one: each,
     or those so far apart. A bystander who waits for a seat is served all the same."""
-    sizes = SIZES | MODES[mode] | dict(num_pages=11, max_num_seqs=3)
+    sizes = SIZES | MODES[mode] | dict(num_pages=11, max_num_seqs=3, overlap=overlap)
     llm = LLM(folder, **sizes)
     with Interrupt(work) as lines:
         wanted = tokens(crowd(llm))
@@ -347,8 +360,9 @@ def test_ctrl_c_at_any_line_loses_nothing(folder, mode, apart):
     assert tokens(crowd(llm)) == wanted
 
 
-def test_a_second_ctrl_c_while_the_first_is_cleaned_up_loses_nothing(folder):
-    llm = LLM(folder, **SIZES, **BUDGET)
+@WITH_OVERLAP
+def test_a_second_ctrl_c_while_the_first_is_cleaned_up_loses_nothing(folder, overlap):
+    llm = LLM(folder, overlap=overlap, **SIZES, **BUDGET)
     wanted = tokens(crowd(llm))
 
     def stopped(*_):

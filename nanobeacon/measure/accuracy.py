@@ -232,6 +232,9 @@ def _variants(options: Namespace) -> Iterator[tuple[str, Policy, str | None]]:
 def run(options: Namespace) -> dict[str, Any]:
     """Measure every cell: a row each, with means and their 95 % intervals over problems.
 
+    `whole_beyond_first` (and so on) is the difference to the first row of the same budget and
+    protection, problem by problem.
+
     ValueError before anything runs for what is impossible, and for options that change nothing.
     """
     # 1. The options, with the defaults of where the problems come from
@@ -259,11 +262,18 @@ def run(options: Namespace) -> dict[str, Any]:
     # 4. A row for each cell
     rows = []
     errors = []
+    firsts: dict[tuple, dict[str, list[float]]] = {}  # the first row of each budget and protection
     with tqdm(total=len(todo) * len(problems), unit="problem", disable=None) as bar:
         for cell in todo:
             bar.set_description(cell.label)
             row = cell.described() | measure(cell, options, problems, bar)
             errors.append(row.pop("first_error", None))
+            # Problem by problem beside the first row: its interval says whether the two differ
+            shares = row.pop("shares")
+            first = firsts.setdefault((row["budget"], row["protect"]), shares)
+            for name, values in shares.items():
+                differences = [a - b for a, b in zip(values, first[name], strict=True)]
+                row[f"{name}_beyond_first"] = common.bootstrap(differences)
             rows.append(row)
 
     about = ("model", "n", "seed", "length", "no_recitation", "teacher_forced", "paper")
@@ -324,6 +334,7 @@ def _on_reasoner(cell: Cell, options: Namespace, problems: list[task.Problem], b
         right["local"] = common.bootstrap(local)
     return {
         **right,
+        "shares": {"look_backs": look_backs, "whole": whole},
         "output_tokens": llm.stats.output_tokens / len(problems),
         "cached_tokens": llm.stats.peak_cached_tokens,
         "query_bytes": query_bytes,
@@ -471,6 +482,7 @@ def _summary(records: list[dict]) -> dict[str, Any]:
     shares = [fmean(attempt["right"] for attempt in record["attempts"]) for record in records]
     return {
         "pass_at_1": common.bootstrap(shares),
+        "shares": {"pass_at_1": shares},
         "output_tokens": fmean(attempt["output_tokens"] for attempt in ended),
         "longest": max(attempt["output_tokens"] for attempt in ended),
         "cut": fmean(attempt["finish_reason"] == "length" for attempt in ended),
