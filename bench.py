@@ -152,6 +152,8 @@ def add_job_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--output-length", type=int, help="tokens (default: %(default)s)")
     p.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
     p.add_argument("--no-cuda-graphs", action="store_true")
+    late = "read each step's tokens before the next one is launched"
+    p.add_argument("--no-overlap", action="store_true", help=late)
 
 
 @contextmanager
@@ -179,6 +181,8 @@ def settled(options: Namespace) -> Iterator[Namespace]:
         job.device = str(device_of(job.device))
         if job.no_cuda_graphs and job.device == "cpu":
             raise ValueError("--no-cuda-graphs: a CPU has none to leave out")
+        if job.no_overlap and job.device == "cpu":
+            raise ValueError("--no-overlap: on a CPU no steps overlap")
         if job.dtype == "auto":
             job.dtype = read_config(job.model).dtype or "bfloat16"
         if (job.device, job.dtype) == ("cpu", "float16"):

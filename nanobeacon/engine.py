@@ -231,6 +231,7 @@ class Engine:
             logit_rows=self.logit_rows,
             graphs=recorded,
             graph_tokens=config.max_num_seqs,
+            unread_rows=config.max_num_seqs if self.overlap else 0,
         )
 
     # ------------------------------------------------------------------------ requests come and go
@@ -363,13 +364,15 @@ class Engine:
                 callers = "on_logits and logits_processor"
                 raise RuntimeError(f"{callers} cannot use the LLM that is calling them")
             # 1. What runs may depend on tokens that are still to be read.
-            done = self._land_alone() if self._must_land_first() else []
+            done: list[Request] = []
+            if self._must_land_first():
+                done, _ = self._land()
             plan = self.scheduler.plan(self.evictor.ahead)
             if plan is not None:
                 return done + self._run_within_memory(plan)
             # 2. Nothing is left to run: what is left to read?
-            done += self._land_alone()
-            return done or None
+            landed, _ = self._land()
+            return done + landed or None
 
     @torch.inference_mode()
     def _run(self, plan: Plan, before: Progress) -> list[Request]:
@@ -401,7 +404,9 @@ class Engine:
         # 3. The tokens of the step before, if they are still to be read. Nobody wants the rows of
         #    requests that ended with theirs, and of those that were fed a doubtful one: these are
         #    as if the step had not been.
+        read_from = time.perf_counter()
         done, doubtful = self._land()
+        reading = time.perf_counter() - read_from
         before.restore(doubtful)
         skipped = {r for r in plan.requests if r.finish_reason is not None}.union(doubtful)
         self._remember(plan, skipped)
@@ -416,10 +421,10 @@ class Engine:
         #    now, and may end with it.
         later = self._reads_later(ready)
         if recorded is not None:
-            sampled = self._sample(plan.requests, recorded, skipped, later)
+            sampled = self._sample(plan, plan.requests, recorded, skipped, later)
         else:
             takers = [(request, token) for request, tokens in ready.items() for token in tokens]
-            sampled = self._answer(takers, hidden, later)
+            sampled = self._answer(plan, takers, hidden, later)
         for fork in forks:
             fork.leader = None
         if not later:
@@ -436,7 +441,7 @@ class Engine:
             done += self._let_fly(Flight(plan, sampled, evicted))
         else:
             self._count_evictions(evicted)
-        self.stats.count_step(plan, time.perf_counter() - began)
+        self.stats.count_step(plan, time.perf_counter() - began - reading)
         return done
 
     def _take_over_queries(self) -> None:
@@ -447,7 +452,13 @@ class Engine:
                 request.found_row = 0
         self.stats.prefix_tokens = self.scheduler.prefix_tokens
 
-    def _answer(self, takers: list[tuple[Request, int]], hidden: Tensor, later: bool) -> Sampled | None:
+    def _answer(
+        self,
+        plan: Plan,
+        takers: list[tuple[Request, int]],
+        hidden: Tensor,
+        later: bool,
+    ) -> Sampled | None:
         """Tokens for requests from the hidden states [T, hidden] of the step's tokens; as
         `_sample`.
 
@@ -463,11 +474,13 @@ class Engine:
             if index != list(every_token):
                 answering = hidden[torch.tensor(index, device=hidden.device)]
             logits = self.model.logits(answering, self.vocabulary)
-            sampled = self._sample(requests, Answers(logits, best_tokens(logits)), (), later)
+            answers = Answers(logits, best_tokens(logits))
+            sampled = self._sample(plan, requests, answers, (), later)
         return sampled
 
     def _sample(
         self,
+        plan: Plan,
         requests: list[Request],
         answers: Answers,
         skipped: Collection[Request],
@@ -484,13 +497,13 @@ class Engine:
             # What stands for no token is no index either.
             self.newest.index_copy_(0, rows, sampled.tokens.clamp(min=0))
         else:
-            self._hand_out(sampled, sampled.read(), self._close)
+            self._hand_out(plan, sampled, sampled.read(), self._close)
         return sampled
 
-    def _hand_out(self, sampled: Sampled, read: Read, close: Close) -> list[Request]:
-        """Let requests take the tokens that were read of a step; who got one."""
+    def _hand_out(self, plan: Plan, sampled: Sampled, read: Read, close: Close) -> list[Request]:
+        """Let requests take the tokens that were read of a plan's step; who got one."""
         takers = take_tokens(sampled, read, close)
-        self.stats.output_tokens += len(takers)
+        self.stats.count_tokens(plan, len(takers))
         self._doubted = len(read.doubtful) > 0
         return takers
 
@@ -528,21 +541,14 @@ class Engine:
         flight = self._flight
         if flight is None:
             return [], []
+        began = time.perf_counter()
         read = flight.sampled.read()  # may fail, and be tried again
         flight.landing = True
-        takers = self._hand_out(flight.sampled, read, close or self._close)
+        takers = self._hand_out(flight.plan, flight.sampled, read, close or self._close)
         self._count_evictions(flight.evicted)
         self._flight = None
+        self.stats.count_seconds(flight.plan, time.perf_counter() - began)
         return takers, read.doubtful
-
-    def _land_alone(self) -> list[Request]:
-        """The same, beside no step."""
-        began = time.perf_counter()
-        flight = self._flight
-        takers, _ = self._land()
-        if flight is not None:
-            self.stats.count_seconds(flight.plan, time.perf_counter() - began)
-        return takers
 
     def _remember(self, plan: Plan, skipped: Collection[Request]) -> None:
         """Make pages that a step has filled known to the prefix cache; at a border queries too."""

@@ -44,11 +44,13 @@ def step_bytes(
     logit_rows: int,
     graphs: int,
     graph_tokens: int,
+    unread_rows: int,
 ) -> int:
     """The most that a step may take for itself.
 
     tokens: of the longest forward pass. logit_rows: whose logits are held at once. graphs: how many
     decode steps are recorded, the largest of `graph_tokens`; their memory is theirs alone.
+    unread_rows: whose logits are kept while the next step runs, for a second look.
     """
     forward = tokens * _activations(config, dtype)
     # As the head gives them, and in float32
@@ -61,7 +63,8 @@ def step_bytes(
     # Sampling and eviction come after the forward pass, one after the other, while the
     # logits are there.
     behind_forward = logits + max(sampling, SCRATCH)
-    return recorded + max(forward, behind_forward) + LIBRARIES
+    unread = 4 * config.vocab_size * unread_rows
+    return recorded + unread + max(forward, behind_forward) + LIBRARIES
 
 
 def _activations(config: ModelConfig, dtype: torch.dtype) -> int:

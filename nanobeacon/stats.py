@@ -14,6 +14,7 @@ class Stats:
     prompt_tokens: int = 0  # computed: what a preemption repeats is counted again
     prefix_tokens: int = 0  # found in the prefix cache instead of computed
     output_tokens: int = 0
+    decode_tokens: int = 0  # of these, what decode steps brought; a prompt brings its first one itself
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     # part of decode_seconds, or of prefill_seconds where a prompt evicts; on a GPU those of a step
@@ -32,6 +33,12 @@ class Stats:
         self.peak_kv_bytes = max(self.peak_kv_bytes, kv_bytes)
         self.full_kv_bytes = max(self.full_kv_bytes, full_bytes)
         self.query_buffer_bytes = max(self.query_buffer_bytes, query_bytes)
+
+    def count_tokens(self, plan: Plan, tokens: int) -> None:
+        """Output tokens that a step has brought."""
+        self.output_tokens += tokens
+        if not plan.prefill:
+            self.decode_tokens += tokens
 
     def count_step(self, plan: Plan, seconds: float) -> None:
         """A step's seconds, and the prompt tokens it has read."""

@@ -355,6 +355,7 @@ def test_host_times_whole_decode_steps_with_a_stand_in(run):
         ("fidelity --model FOLDER --group 0", "at least 1"),
         ("fidelity --model FOLDER --limit 0", "at least 1"),
         ("throughput --no-cuda-graphs --device cpu", "--no-cuda-graphs: a CPU"),
+        ("throughput --no-overlap --device cpu", "--no-overlap: on a CPU"),
         ("accuracy --policies full --budgets 64", "--budgets: none of"),
         ("accuracy --policies full --protect 4", "--protect: none of"),
         ("accuracy --policies streaming --budgets 48 --window 20", "--window: no row"),

@@ -72,7 +72,8 @@ def test_recorded_steps_give_the_same_tokens(tmp_path, policy):
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("options", [{}, dict(budget=200)], ids=["full", "budget"])
-def test_a_greedy_decode_step_reads_the_device_once(tmp_path, monkeypatch, recorded, options):
+@pytest.mark.parametrize("how", [GREEDY, dict(temperature=0.6, top_p=0.9, seed=1, ignore_eos=True)])
+def test_a_decode_step_reads_the_device_once(tmp_path, monkeypatch, recorded, options, how):
     """Stand-ins take the place of model and kernels: those of the reference read the device."""
     llm = LLM(tiny_folder(tmp_path, "qwen3"), dtype="float32", device="cpu", max_num_seqs=4, **options)
     StandIn(llm, 4)
@@ -81,7 +82,7 @@ def test_a_greedy_decode_step_reads_the_device_once(tmp_path, monkeypatch, recor
         llm.engine.model.logits = lambda hidden, vocabulary, onto=None: torch.ones(len(hidden), vocabulary)
         llm.engine.graphs = graphs_of(llm, lambda forward: forward)
         llm.engine.graphs.record_all()
-    requests = llm.submit([prompt_of(n) for n in (3, 9, 20)], SamplingParams(max_tokens=70, **GREEDY))
+    requests = llm.submit([prompt_of(n) for n in (3, 9, 20)], SamplingParams(max_tokens=70, **how))
     while not all(request.output_token_ids for request in requests):
         llm.engine.step()
     reads = []

@@ -81,13 +81,15 @@ def test_a_forward_pass_stays_within_what_is_reserved(tmp_path):
 
 def test_more_graphs_rows_and_tokens_need_more(tmp_path):
     config = read_config(tiny_folder(tmp_path, "qwen3", vocab_size=150_000))
-    sizes = dict(tokens=2048, logit_rows=192, graphs=0, graph_tokens=192)
+    sizes = dict(tokens=2048, logit_rows=192, graphs=0, graph_tokens=192, unread_rows=0)
     base = step_bytes(config, torch.bfloat16, **sizes)
     assert base >= 192 * 150_000 * 6
     assert step_bytes(config, torch.bfloat16, **sizes | dict(logit_rows=320)) > base
     assert step_bytes(config, torch.bfloat16, **sizes | dict(tokens=10**6)) > base
     graphs = step_bytes(config, torch.bfloat16, **sizes | dict(graphs=19))
     assert graphs >= base + 19 * memory.GRAPH
+    unread = step_bytes(config, torch.bfloat16, **sizes | dict(unread_rows=192))
+    assert unread >= base + 192 * 150_000 * 4
 
 
 def test_a_gpus_pool_leaves_room_for_a_step(tmp_path, monkeypatch):

@@ -45,6 +45,8 @@ TIMED = 64  # decode steps of which the median is taken
 # Table 4's small and large batch
 PROFILES = ((14, 2048), (192, 2048))  # (batch, budget) of the profile
 GRAPHS = (14, 2048)  # … and of the steps with and without graphs
+# (name of a way to run steps, whether it does without graphs, whether it overlaps)
+WAYS = (("eager", True, False), ("graphs", False, False), ("overlap", False, True))
 LARGEST = (2048, 1024)  # budgets whose largest batch is searched
 TESTS = Path(nanobeacon.__file__).parents[1] / "tests"
 # What a device did, by the categories of a profiler's trace; a CPU's operators stand for kernels
@@ -72,6 +74,7 @@ def add_arguments(p: ArgumentParser) -> None:
         repeats=1,
         shared_prefix=0,
         no_cuda_graphs=False,
+        no_overlap=False,
         load="dummy",
     )
     p.add_argument("--minutes", type=float, default=12, help="that it may take (default: 12)")
@@ -376,13 +379,15 @@ def _median_step_ms(worker: Worker, job: Namespace, steps: int) -> float:
 
 
 def graphs(job: Namespace, found: dict[str, Any], until: float) -> list[dict[str, Any]]:
-    """Decode steps without CUDA graphs and with them, on the same requests: what graphs save."""
+    """Decode steps without CUDA graphs and overlap, with graphs, and with both, on the same requests:
+    what each saves."""
     if job.device == "cpu":
         raise NotHere("cpu")
     rows = []
-    for name, eager in (("eager", True), ("graphs", False)):
+    for name, eager, overlaps in WAYS:
         system, at_work = _middle_of_a_period(job, *GRAPHS, steps=TIMED)
         at_work.no_cuda_graphs = eager
+        at_work.no_overlap = not overlaps
         with _worker(until, start(system, at_work)) as worker:
             step_ms = _median_step_ms(worker, at_work, TIMED)
         row = {

@@ -143,6 +143,7 @@ class Counted:
         self.model.kernels = triton_kernels()
         self.cache = KVCache(config, pages, page, rows, pages_each, torch.bfloat16, device)
         self.queries = QueryBuffer(self.settings, config, rows, torch.bfloat16, device)
+        self.newest = torch.zeros(rows, dtype=torch.int64, device=device)
         self.evictor = Evictor(self.settings, self.cache, self.queries, self.model.rope, self.model.kernels)
 
         # 2. The requests, whose newest token is the next one to be fed
@@ -175,10 +176,13 @@ class Counted:
 
     def _forward(self, plan: Plan) -> None:
         batch = Batch.build(plan, self.cache, self.queries)
+        if not plan.prefill:
+            batch = batch.with_unread(self.newest)  # overlap's share, and below
         hidden = self.model(batch, self.cache, self.queries)
         if plan.prefill:
             hidden = hidden[batch.cu_seqlens[1:] - 1]
-        best_tokens(self.model.logits(hidden))
+        tokens = best_tokens(self.model.logits(hidden))
+        self.newest.index_copy_(0, batch.rows, tokens.clamp(min=0))
 
     def evict(self) -> None:
         """All requests evict at once."""

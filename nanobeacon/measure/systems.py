@@ -205,6 +205,7 @@ class Nanobeacon(Subject):
             num_pages=job.batch * each,
             max_num_seqs=job.batch,
             cuda_graphs=not job.no_cuda_graphs,
+            overlap=False if job.no_overlap else None,
             group=group,
             policy=self.system.policy,
             budget=self.system.budget,
@@ -218,22 +219,22 @@ class Nanobeacon(Subject):
             if request.error:
                 raise ValueError(request.error)
         stats = self.llm.stats
-        tokens = stats.output_tokens  # these three: at the end of the step before
+        # these three: at the end of the step before
+        tokens = stats.output_tokens
+        decode_tokens = stats.decode_tokens
         prefill_seconds = stats.prefill_seconds
-        decode_seconds = stats.decode_seconds
         began = time.perf_counter()
         # `run` yields once for each request of a step: the first of them tells that it is over
         for _ in self.llm.run(requests):
-            new = stats.output_tokens - tokens
-            if new == 0:
+            if stats.output_tokens == tokens:
                 continue
             seconds = time.perf_counter() - began
             prefill = stats.prefill_seconds - prefill_seconds
-            has_decoded = stats.decode_seconds > decode_seconds
+            decoded = stats.decode_tokens - decode_tokens
             tokens = stats.output_tokens
+            decode_tokens = stats.decode_tokens
             prefill_seconds = stats.prefill_seconds
-            decode_seconds = stats.decode_seconds
-            yield prefill, seconds - prefill, new if has_decoded else 0
+            yield prefill, seconds - prefill, decoded
             began = time.perf_counter()  # what others did in their turn is not this one's
 
     def _counts(self) -> dict[str, Any]:
