@@ -1,4 +1,4 @@
-"""Linear maps on a CPU without bf16 instructions: packed weights against the plain product."""
+"""Linear maps on a CPU: packed weights, and weights in blocks, against the plain product."""
 
 import pytest
 import torch
@@ -7,7 +7,14 @@ from tiny import tiny_model
 from nanobeacon import LLM, SamplingParams
 from nanobeacon.models import packing
 from nanobeacon.models.layers import Linear, weight
-from nanobeacon.models.packing import PackedLinear, packed, packing_pays
+from nanobeacon.models.packing import (
+    BlockedLinear,
+    PackedLinear,
+    blocked,
+    blocking_pays,
+    packed,
+    packing_pays,
+)
 
 CPU = torch.device("cpu")
 needs_fbgemm = pytest.mark.skipif(
@@ -68,6 +75,55 @@ def test_a_matrix_beyond_float16_becomes_float32(value):
     assert torch.isfinite(linear(torch.eye(64))).all() == (value == 1e5)
 
 
+needs_instructions = pytest.mark.skipif(
+    not blocking_pays(torch.bfloat16, CPU), reason="this CPU has no bf16 instructions, or torch no oneDNN"
+)
+
+
+@needs_instructions
+@pytest.mark.parametrize("outputs, inputs", [(48, 32), (33, 576), (7, 1100), (1, 3)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_matrix_in_blocks_is_the_same_map(outputs, inputs, biased):
+    matrix, bias = filled(outputs, inputs), filled(outputs, scale=1.0) if biased else None
+    linear, before = Linear(matrix, bias), matrix.clone()
+    fast = blocked(linear)
+    assert linear.weight is None and torch.equal(matrix, before)  # a tied embedding goes on reading it
+    for rows in (1, 2, 7, 40):
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        wanted = exact(x, before, bias)
+        got = fast(x)
+        assert got.dtype == torch.bfloat16 and got.shape == (rows, outputs)
+        assert (got - wanted).abs().max() < 2**-8 * wanted.abs().max()  # the rounding of the result
+
+
+@needs_instructions
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_in_blocks_says_what_a_plain_one_says(tmp_path, monkeypatch, family, tied):
+    tiny_model(family, tie_word_embeddings=tied).bfloat16().save_pretrained(tmp_path)
+    rows = {}
+    for name, pays in (("blocked", True), ("plain", False)):
+        monkeypatch.setattr(packing, "blocking_pays", lambda dtype, device, pays=pays: pays)
+        llm = LLM(str(tmp_path), dtype="bfloat16", device="cpu")
+        assert isinstance(llm.engine.model.head, BlockedLinear) == pays
+        assert (llm.engine.model.embedding is None) == (pays and tied)
+        rows[name] = []
+        seen = rows[name].append
+        prompts = [[5, 7, 9], list(range(3, 43))]
+        llm.score(prompts, [[11] * 6] * 2, on_logits=lambda _, __, row, seen=seen: seen(row.clone()))
+    plain, in_blocks = torch.stack(rows["plain"]), torch.stack(rows["blocked"])
+    assert (in_blocks - plain).abs().max() < 0.03 * plain.abs().max()
+
+
+def test_only_bf16_with_instructions_for_it_is_kept_in_blocks(monkeypatch):
+    for has_instructions in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has_instructions: has)
+        with_onednn = has_instructions and torch.backends.mkldnn.is_available()
+        assert blocking_pays(torch.bfloat16, CPU) == with_onednn
+        assert not blocking_pays(torch.float32, CPU) and not blocking_pays(torch.float16, CPU)
+        assert not blocking_pays(torch.bfloat16, torch.device("cuda"))
+
+
 def test_float32_is_not_packed_nor_anything_on_a_gpu():
     assert not packing_pays(torch.float32, CPU) and not packing_pays(torch.bfloat16, torch.device("cuda"))
 
@@ -81,6 +137,7 @@ def test_a_packed_model_says_what_a_plain_one_says(tmp_path, monkeypatch, family
     rows = {}
     for name, pays in (("packed", True), ("plain", False), ("float32", None)):
         monkeypatch.setattr(packing, "packing_pays", lambda dtype, device, pays=pays: bool(pays))
+        monkeypatch.setattr(packing, "blocking_pays", lambda dtype, device: False)
         llm = LLM(str(tmp_path), dtype="float32" if pays is None else "bfloat16", device="cpu")
         assert isinstance(llm.engine.model.head, PackedLinear) == bool(pays)
         assert (

@@ -1,9 +1,13 @@
-"""Fast linear maps on a CPU with float16 weights: everything that is done for a CPU alone.
+"""Fast linear maps on a CPU: weights in the order in which its products read them. Everything that is done
+for a CPU alone.
 
-Without instructions for it a product with bf16 weights crawls. Packed, the weights are float16 in
-the order in which AVX2 reads them, converted in registers, and activations are float32. A float16
-checkpoint is packed on every CPU: so its weights keep all their bits. Knows linear maps and the
-decoder that holds them; nothing of attention or caches.
+* `PackedLinear`: without instructions for it a product with bf16 weights crawls. The weights become
+  float16, converted in registers, and activations are float32. A float16 checkpoint is packed on
+  every CPU: so its weights keep all their bits.
+* `BlockedLinear`: with such instructions bf16 weights stay what they are, and lie in blocks. A product
+  of a few rows, which is what a decode step is, then reads them about twice as fast.
+
+Knows linear maps and the decoder that holds them; nothing of attention or caches.
 """
 
 from collections.abc import Callable
@@ -19,6 +23,7 @@ BLOCK = 8 << 20  # weights that are turned into float32 at a time when a matrix 
 PADDING = 512  # packed weights are padded to a multiple of this many inputs
 # The operator without its wrapper, which looks through the arguments again at every call
 MULTIPLY = torch.ops.quantized.linear_dynamic_fp16.default._op
+MULTIPLY_BLOCKS = torch.ops.mkldnn._linear_pointwise.default._op
 
 
 def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
@@ -28,6 +33,36 @@ def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
         return False
     crawls = dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
     return crawls or dtype == torch.float16
+
+
+def blocking_pays(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this dtype are better kept in blocks: bf16, with instructions for it."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
+
+
+class BlockedLinear(nn.Module):
+    """x bf16 [T, in] -> bf16 [T, out], by bf16 weights in blocks; made by `blocked`.
+
+    blocks: the matrix, a tensor that only oneDNN's products can read. bias: bf16 [out]."""
+
+    def __init__(self, blocks: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, outputs]; nothing is done with the product."""
+        return MULTIPLY_BLOCKS(x, self.blocks, self.bias, "none", [], None)
+
+
+def blocked(linear: Linear) -> BlockedLinear:
+    """The same map in blocks, every bit of it; the given one is emptied, so that no matrix is held
+    twice."""
+    matrix = linear.weight
+    linear.weight = None
+    return BlockedLinear(torch.ops.mkldnn._reorder_linear_weight(matrix.data), linear.bias)
 
 
 class PackedLinear(nn.Module):
@@ -99,22 +134,30 @@ def packed(linear: Linear) -> PackedLinear | Linear:
 
 
 def pack(model: Decoder, rows: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Once a model is loaded: pack its matrices where that pays. Activations are then float32,
-    the cache is still in the model's dtype, and `weights()` has no views any more. `rows`: where
-    a tied embedding's rows, ids -> [T, hidden], can be had, so that the matrix need not be in
-    memory twice."""
-    if model.kernels is not reference or not packing_pays(model.held, model.device):
+    """Once a model is loaded: pack its matrices, or lay them out in blocks, where that pays.
+    `weights()` has no views any more. Of a packed model activations are float32, and the cache is still
+    in the model's dtype. `rows`: where a tied embedding's rows, ids -> [T, hidden], can be had, so that
+    the matrix need not be in memory twice."""
+    if model.kernels is not reference:
         return  # Triton's kernels, interpreted on a CPU, want q and the cache in one dtype
+    if packing_pays(model.held, model.device):
+        remade = packed
+    elif blocking_pays(model.held, model.device):
+        remade = blocked
+    else:
+        return
     # 1. The matrices.
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Linear):
-                setattr(module, name, packed(child))
-    # 2. The embedding, which a tied head has packed.
+                setattr(module, name, remade(child))
+    # 2. The embedding, which a tied head holds now.
     if model.config.tied and rows is not None:
         model.embedding = None
         model.rows = rows
     # 3. The scales of the norms follow the activations.
+    if remade is blocked:
+        return
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data = parameter.data.float()
