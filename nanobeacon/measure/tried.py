@@ -1,4 +1,4 @@
-"""Policies made of stages (METHOD.md, "Stages"), for whoever wants to measure them: nobody has yet.
+"""Policies made of stages (METHOD.md, "Stages"), as measured (RESULTS.md, "Policies that were tried").
 
 `python bench.py fidelity --policies beacon,nanobeacon.measure.tried:beacons_first_96` names one. None of them
 is a row of `policies.py`; knows nothing of how a policy is carried out.
