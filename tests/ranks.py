@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from nanobeacon import LLM, SamplingParams
+from nanobeacon.models.decoder import Decoder
+from nanobeacon.models.packing import BlockedLinear, PackedLinear
 from nanobeacon.parallel import Group, join
 
 PATIENCE = 60.0
@@ -114,6 +116,9 @@ def _answer(group: Group, job: Job) -> Result:
             )
         )
     model = llm.engine.model
+    if isinstance(model.head, PackedLinear | BlockedLinear):
+        # Its matrices cannot be counted any more: those of the same part of the model, without content.
+        model = Decoder(llm.model_config, model.dtype, torch.device("meta"), 16, model.held, group)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     weight_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
     llm.engine.scheduler.check()
