@@ -79,8 +79,8 @@ def end_too_early(patch):
 
 
 def mix_up_rows(patch):
-    sample = answers.sample
-    patch.setattr(answers, "sample", lambda logits, draws: sample(logits, draws).roll(1))
+    first_look = answers.first_look
+    patch.setattr(answers, "first_look", lambda logits, draws: first_look(logits, draws).roll(1))
 
 
 def stay_in_memory(patch):
