@@ -198,22 +198,23 @@ def _sample(
     else:
         # Members of a group need not be in doubt together.
         look = first_look if group.size == 1 else sample
-        tokens = torch.where(answers.best < 0, NOT_FINITE, look(answers.logits, draws))
+        tokens = look(answers.logits, draws)
     # 3. Rows whose logits a processor changes are drawn anew.
     if any(request.processing is not None for request in requests):
-        _sample_processed(requests, answers, draws, tokens, close, skipped)
+        _sample_processed(requests, answers.logits, draws, tokens, close, skipped)
     # 4. Given tokens are not drawn at all.
     given = _given_tokens(requests)
     if given:
         rows = list(given)
-        given_tokens = tokens.new_tensor(list(given.values()))
-        tokens[rows] = torch.where(answers.best[rows] < 0, NOT_FINITE, given_tokens)
+        tokens[rows] = tokens.new_tensor(list(given.values()))
+    # 5. Whatever was drawn from logits that mean nothing.
+    tokens = torch.where(answers.best < 0, NOT_FINITE, tokens)
     return group.broadcast(tokens), draws
 
 
 def _sample_processed(
     requests: list[Request],
-    answers: Answers,
+    logits: Tensor,
     draws: list[Draw],
     tokens: Tensor,
     close: Close,
@@ -227,7 +228,7 @@ def _sample_processed(
         if request.processing is None or request.finish_reason is not None or request in skipped:
             continue
         try:
-            processed[row] = request.processing(request, answers.logits[row])
+            processed[row] = request.processing(request, logits[row])
         except ValueError as error:
             request.finish_reason = "error"
             request.error = str(error)
@@ -235,8 +236,7 @@ def _sample_processed(
     if processed:
         rows = list(processed)
         changed = torch.stack(list(processed.values()))
-        drawn = sample(changed, [draws[row] for row in rows])
-        tokens[rows] = torch.where(answers.best[rows] < 0, NOT_FINITE, drawn)
+        tokens[rows] = sample(changed, [draws[row] for row in rows])
 
 
 def _given_tokens(requests: list[Request]) -> dict[int, int]:

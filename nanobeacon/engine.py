@@ -392,7 +392,7 @@ class Engine:
             observation = Observation()  # the recording has stored its queries; it has no chunk
         else:
             batch = Batch.build(plan, self.cache, self.queries)
-            if any(request.num_unread for request in plan.requests):
+            if self._flight is not None and plan.one_each:
                 batch = batch.with_unread(self.newest)
             hidden = self.model(batch, self.cache, self.queries)
             observation = batch.observation
@@ -407,7 +407,8 @@ class Engine:
         read_from = time.perf_counter()
         done, doubtful = self._land()
         reading = time.perf_counter() - read_from
-        before.restore(doubtful)
+        if doubtful:
+            before.restore(doubtful)
         skipped = {r for r in plan.requests if r.finish_reason is not None}.union(doubtful)
         self._remember(plan, skipped)
         self._count_memory(plan, skipped)

@@ -17,6 +17,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from .staging import unwaited
+
 # weight of a row's best token: sums over a vocabulary of up to 2**20 tokens fit an int64
 UNIT = 2**42
 # looked at once as a whole: what bounds the memory that sampling takes, whatever the batch
@@ -196,9 +198,7 @@ def _columns(rows: Sequence[Draw], vocabulary: int, device: torch.device) -> Ten
         top_k = draw.top_k or vocabulary
         table.extend((temperature, top_k, draw.top_p, draw.min_p, draw.uniform))
     host = torch.frombuffer(table, dtype=torch.float64).view(len(rows), -1)
-    if device.type == "cuda":
-        host = host.pin_memory()  # a copy from there is waited for by nobody
-    return host.to(device, non_blocking=True)
+    return unwaited(host, device).to(device, non_blocking=True)
 
 
 def _clean(logits: Tensor) -> Tensor:

@@ -23,8 +23,7 @@ def send(
     """The columns on a device: int32 those that are named so, the others int64. One copy for all.
 
     They are views of one tensor, and of `onto` [n] int64 where that is given, from its
-    beginning. From pinned memory a copy needs no wait: torch keeps that memory until the device
-    has read it."""
+    beginning."""
     # 1. One behind the other on the host, each from an aligned place on.
     data = bytearray()
     words = []
@@ -35,8 +34,7 @@ def send(
         data += bytes(-len(data) % ALIGNMENT)
         words.append((len(data) - before) // WORD)
     host = torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
-    if device.type == "cuda":
-        host = host.pin_memory()
+    host = unwaited(host, device)
     # 2. The copy, and the columns in it.
     if onto is None:
         there = host.to(device, non_blocking=True)
@@ -48,6 +46,12 @@ def send(
         typed = part.view(torch.int32) if name in int32 else part
         sent[name] = typed[: len(columns[name])]
     return sent
+
+
+def unwaited(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's where a copy to the device needs no wait: in pinned memory, which torch
+    keeps until the device has read it."""
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def fetch(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:

@@ -27,6 +27,14 @@ def filled(*shape, scale=0.05):
     return parameter.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * scale)
 
 
+def logits_of(llm: LLM) -> torch.Tensor:
+    """All that a model says to two prompts, one of them longer, and what is given behind them."""
+    rows = []
+    prompts = [[5, 7, 9], list(range(3, 43))]
+    llm.score(prompts, [[11] * 6] * 2, on_logits=lambda request, index, row: rows.append(row.clone()))
+    return torch.stack(rows)
+
+
 def exact(x, matrix, bias):
     return x.double() @ matrix.double().T + (0 if bias is None else bias.double())
 
@@ -107,11 +115,8 @@ def test_a_model_in_blocks_says_what_a_plain_one_says(tmp_path, monkeypatch, fam
         llm = LLM(str(tmp_path), dtype="bfloat16", device="cpu")
         assert isinstance(llm.engine.model.head, BlockedLinear) == pays
         assert (llm.engine.model.embedding is None) == (pays and tied)
-        rows[name] = []
-        seen = rows[name].append
-        prompts = [[5, 7, 9], list(range(3, 43))]
-        llm.score(prompts, [[11] * 6] * 2, on_logits=lambda _, __, row, seen=seen: seen(row.clone()))
-    plain, in_blocks = torch.stack(rows["plain"]), torch.stack(rows["blocked"])
+        rows[name] = logits_of(llm)
+    plain, in_blocks = rows["plain"], rows["blocked"]
     assert (in_blocks - plain).abs().max() < 0.03 * plain.abs().max()
 
 
@@ -143,12 +148,9 @@ def test_a_packed_model_says_what_a_plain_one_says(tmp_path, monkeypatch, family
         assert (
             (llm.engine.model.embedding is None) == (llm.engine.model.rows is not None) == bool(pays and tied)
         )
-        rows[name] = []
-        seen = rows[name].append
-        prompts = [[5, 7, 9], list(range(3, 43))]
-        llm.score(prompts, [[11] * 6] * 2, on_logits=lambda _, __, row, seen=seen: seen(row.clone()))
+        rows[name] = logits_of(llm)
         assert llm.generate([[5, 7, 9]], SamplingParams(max_tokens=4))[0].error is None
-    plain, packed, wanted = (torch.stack(rows[name]) for name in ("plain", "packed", "float32"))
+    plain, packed, wanted = (rows[name] for name in ("plain", "packed", "float32"))
     size = wanted.abs().max()
     assert (packed - plain).abs().max() < 0.05 * size
     assert (packed - wanted).norm() <= 1.05 * (plain - wanted).norm()

@@ -155,9 +155,8 @@ def pack(model: Decoder, rows: Callable[[Tensor], Tensor] | None = None) -> None
     if model.config.tied and rows is not None:
         model.embedding = None
         model.rows = rows
-    # 3. The scales of the norms follow the activations.
-    if remade is blocked:
-        return
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data = parameter.data.float()
+    # 3. The scales of the norms follow the activations, which packed matrices want in float32.
+    if remade is packed:
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data = parameter.data.float()
