@@ -7,7 +7,7 @@ of the model that answered, of caches, or of who runs next: whoever ends here is
 caller's `close` at once.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,11 @@ from .sampling import (
     GREEDY,
     NOT_FINITE,
     Draw,
+    Ways,
     first_look,
-    may_doubt,
     sample,
     second_look,
     token_logprobs,
-    uniform,
 )
 from .staging import fetch
 
@@ -55,7 +54,9 @@ class Sampled:
     arrived: Callable[[], list[Tensor]]  # tokens and log-probabilities, on the host
     # for a second look, and for listeners; None where neither is possible
     logits: Tensor | None
-    draws: list[Draw]
+    # how the rows were drawn: what is the same in the next step, and each row's random number
+    ways: Ways
+    uniforms: list[float]
 
     def read(self) -> "Read":
         """Wait for the tokens, and take a second look where there is a doubt. It may be
@@ -69,7 +70,8 @@ class Sampled:
 
     def _settle(self, read: "Read", doubtful: list[int]) -> None:
         """Put the right tokens, and their log-probabilities, in the places of doubtful ones."""
-        tokens = second_look(self.logits, self.draws, doubtful)
+        draws = self.ways.of_step(doubtful, self.uniforms)
+        tokens = second_look(self.logits, draws)
         for row, token in zip(doubtful, tokens.tolist(), strict=True):
             read.tokens[row] = token
         read.doubtful.extend(self.requests[row] for row in doubtful)
@@ -107,49 +109,64 @@ def sample_tokens(
     close: Close,
     skipped: Collection[Request] = (),
     outlives: bool = False,
+    ways: Ways | None = None,
 ) -> Sampled:
     """A token for each of R rows, on the device; the host waits for nothing.
 
     requests: whose rows they are; of a given output one request has several, one behind the other.
     group: its first member's tokens are everybody's. skipped: requests whose rows mean nothing.
-    outlives: whether the tokens are read after the next forward pass."""
-    # 1. A token for each row.
-    tokens, draws = _sample(requests, answers, group, close, skipped)
-    # 2. What users want to know of it.
-    logprob_rows, logprobs = _logprobs(requests, answers.logits, tokens)
-    # 3. On their way. Logits of a recorded step are overwritten by the next one.
+    outlives: whether the tokens are read after the next forward pass. ways: of the step before,
+    which are taken where they are the same."""
+    # 1. How each row is drawn, and its own random number, a function of seed and place: neighbours
+    #    change nothing.
+    draws = [request.draw for request in requests]
+    if skipped:
+        draws = [GREEDY if r in skipped else r.draw for r in requests]
+    if ways is None or ways.draws != draws:
+        ways = Ways(draws, answers.logits)
+    uniforms = [0.0] * len(draws)
+    if ways.are_drawn:
+        uniforms = [request.uniforms.at(request.num_tokens) for request in requests]
+    # 2. A token for each row.
+    more = [row for row, request in enumerate(requests) if not request.only_sampled]
+    tokens = _sample(requests, more, answers, ways, uniforms, group, close, skipped)
+    # 3. What users want to know of it.
+    logprob_rows, logprobs = _logprobs(requests, more, answers.logits, tokens)
+    # 4. On their way. Logits of a recorded step are overwritten by the next one.
     arrived = fetch([tokens, *logprobs])
     logits = answers.logits
     if outlives:
-        doubts = may_doubt(draws, logits.shape[-1])
-        logits = logits.clone() if doubts else None
-    for request in requests:
-        if request.finish_reason is None and request not in skipped:
+        logits = logits.clone() if ways.may_doubt else None
+    taking = requests
+    if skipped:
+        taking = [request for request in requests if request not in skipped]
+    for request in taking:
+        if request.finish_reason is None:
             request.num_unread += 1
-    return Sampled(requests, skipped, tokens, logprob_rows, arrived, logits, draws)
+    return Sampled(requests, skipped, tokens, logprob_rows, arrived, logits, ways, uniforms)
 
 
 def take_tokens(sampled: Sampled, read: Read, close: Close) -> list[Request]:
     """Append each row's token to its request, and do what an end demands; who got one, in order."""
     # 1. Whose rows count: not of those that have ended since, by an abort.
-    takers = []
-    for row, request in enumerate(sampled.requests):
-        if request.finish_reason is None and request not in sampled.skipped:
-            takers.append((row, request))
+    rows = list(zip(sampled.requests, read.tokens, range(len(read.tokens)), strict=True))
+    if sampled.skipped:
+        rows = [row for row in rows if row[0] not in sampled.skipped]
+    takers = [row for row in rows if row[0].finish_reason is None]
     # 2. Log-probabilities.
     if sampled.logprob_rows:
         _record_logprobs(sampled, read.logprobs)
     # 3. Each request takes its token; a listener may end it before.
-    for row, request in takers:
+    for request, token, row in takers:
         if request.finish_reason is not None:
             continue  # an earlier row of this step ended it
         if request.on_logits is not None:
             _hear(request, sampled.logits[row])
         if request.finish_reason is None:
-            _take(request, read.tokens[row])
+            _take(request, token)
         if request.finish_reason is not None:
             close(request)
-    return [request for _, request in takers]
+    return [request for request, _, _ in takers]
 
 
 def _take(request: Request, token: int) -> None:
@@ -178,54 +195,57 @@ def _hear(request: Request, logits: Tensor) -> None:
 
 def _sample(
     requests: list[Request],
+    more: list[int],
     answers: Answers,
+    ways: Ways,
+    uniforms: list[float],
     group: Group,
     close: Close,
     skipped: Collection[Request],
-) -> tuple[Tensor, list[Draw]]:
-    """Token ids int64 [R] with NOT_FINITE and DOUBT in their places, and how they were drawn."""
-    # 1. Each row's own random number, a function of seed and place: neighbours change nothing.
-    draws = [request.draw for request in requests]
-    for row, request in enumerate(requests):
-        if request in skipped:
-            draws[row] = GREEDY
-        elif request.draw.temperature:  # 0: greedy, the same in each step
-            u = uniform(request.seed, request.completion, request.num_tokens)
-            draws[row] = request.draw.at(u)
-    # 2. All rows at once. The greedy tokens are known already.
-    if all(draw is GREEDY for draw in draws):
+) -> Tensor:
+    """Token ids int64 [R] with NOT_FINITE and DOUBT in their places.
+
+    more: rows of requests that are not `only_sampled`."""
+    # 1. All rows at once. The greedy tokens are known already.
+    if not ways.are_drawn:
         tokens = answers.best.clone()
+    elif group.size == 1:
+        tokens = first_look(answers.logits, ways, uniforms)
     else:
         # Members of a group need not be in doubt together.
-        look = first_look if group.size == 1 else sample
-        tokens = look(answers.logits, draws)
-    # 3. Rows whose logits a processor changes are drawn anew.
-    if any(request.processing is not None for request in requests):
-        _sample_processed(requests, answers.logits, draws, tokens, close, skipped)
-    # 4. Given tokens are not drawn at all.
-    given = _given_tokens(requests)
+        draws = ways.of_step(range(len(requests)), uniforms)
+        tokens = sample(answers.logits, list(draws.values()))
+    # 2. Rows whose logits a processor changes are drawn anew.
+    changed = [row for row in more if requests[row].processing is not None]
+    if changed:
+        draws = ways.of_step(changed, uniforms)
+        _sample_processed(requests, draws, answers.logits, tokens, close, skipped)
+    # 3. Given tokens are not drawn at all.
+    given = _given_tokens(requests, more)
     if given:
         rows = list(given)
         tokens[rows] = tokens.new_tensor(list(given.values()))
-    # 5. Whatever was drawn from logits that mean nothing.
+    # 4. Whatever was drawn from logits that mean nothing.
     tokens = torch.where(answers.best < 0, NOT_FINITE, tokens)
-    return group.broadcast(tokens), draws
+    return group.broadcast(tokens)
 
 
 def _sample_processed(
     requests: list[Request],
+    draws: Mapping[int, Draw],
     logits: Tensor,
-    draws: list[Draw],
     tokens: Tensor,
     close: Close,
     skipped: Collection[Request],
 ) -> None:
-    """Draw again, into `tokens`, for each request whose processors change its logits.
+    """Draw again, into `tokens`, for each request whose processors change its logits; draws: of
+    their rows.
 
-    One whose processor fails ends here, and it alone. Requests without any are drawn as ever."""
+    One whose processor fails ends here, and it alone."""
     processed: dict[int, Tensor] = {}
-    for row, request in enumerate(requests):
-        if request.processing is None or request.finish_reason is not None or request in skipped:
+    for row in draws:
+        request = requests[row]
+        if request.finish_reason is not None or request in skipped:
             continue
         try:
             processed[row] = request.processing(request, logits[row])
@@ -235,15 +255,17 @@ def _sample_processed(
             close(request)
     if processed:
         rows = list(processed)
-        changed = torch.stack(list(processed.values()))
-        tokens[rows] = sample(changed, [draws[row] for row in rows])
+        stacked = torch.stack(list(processed.values()))
+        tokens[rows] = sample(stacked, [draws[row] for row in rows])
 
 
-def _given_tokens(requests: list[Request]) -> dict[int, int]:
-    """Row -> token, where output is given. A request's rows lie one behind the other."""
+def _given_tokens(requests: list[Request], more: list[int]) -> dict[int, int]:
+    """Row -> token, where output is given, among the rows `more`. A request's rows lie one behind
+    the other."""
     given = {}
     nth = 0  # of the rows that a request takes at once
-    for row, request in enumerate(requests):
+    for row in more:
+        request = requests[row]
         same_as_before = row > 0 and request is requests[row - 1]
         nth = nth + 1 if same_as_before else 0
         if request.forced is not None:
@@ -254,11 +276,14 @@ def _given_tokens(requests: list[Request]) -> dict[int, int]:
 # ------------------------------------------------------------------------------- what is told of it
 
 
-def _logprobs(requests: list[Request], logits: Tensor, tokens: Tensor) -> tuple[list[int], list[Tensor]]:
-    """Rows that ask for log-probabilities, and those: of the token float32 [n], ids int64 and
-    values float32 [n, k] of the best. Nothing where nobody asks."""
+def _logprobs(
+    requests: list[Request], more: list[int], logits: Tensor, tokens: Tensor
+) -> tuple[list[int], list[Tensor]]:
+    """Of the rows `more` those that ask for log-probabilities, and those: of the token float32 [n],
+    ids int64 and values float32 [n, k] of the best. Nothing where nobody asks."""
     rows = []
-    for row, request in enumerate(requests):
+    for row in more:
+        request = requests[row]
         if request.params.logprobs is not None and request.finish_reason is None:
             rows.append(row)
     if not rows:

@@ -101,10 +101,9 @@ def _one_token_each(plan: Plan, page_size: int) -> Columns:
     positions = [request.num_computed for request in requests]
     token_ids = [UNREAD if r.num_unread else r.token(r.num_computed) for r in requests]
     # 2. Physical: into the slot behind what is cached.
-    slots = []
-    for request in requests:
-        page, offset = divmod(request.cached_length, page_size)
-        slots.append(request.pages[page] * page_size + offset)
+    cached = [request.cached_length for request in requests]
+    pages = [request.pages[length // page_size] for request, length in zip(requests, cached, strict=True)]
+    slots = [page * page_size + length % page_size for page, length in zip(pages, cached, strict=True)]
     return {
         "token_ids": token_ids,
         "positions": positions,

@@ -37,7 +37,7 @@ from .pages import PagePool
 from .prefix import PrefixCache
 from .processors import Processing
 from .request import Listener, Request, SamplingParams
-from .sampling import best_tokens
+from .sampling import Uniforms, Ways, best_tokens
 from .scheduler import MOST_PREFILL_TOKENS, Plan, Scheduler
 from .staging import send
 from .stats import Stats
@@ -141,6 +141,7 @@ class Engine:
         self._plan: Plan | None = None  # the step on its way
         self._flight: Flight | None = None  # the step whose tokens are still to be read
         self._doubted = False  # whether the tokens read last left a doubt
+        self._ways: Ways | None = None  # how the rows of the last step were sampled
         query_bytes = len(self.queries.buffer) * self.queries.row_bytes
         log.info(
             "%s on %s: %d pages of %d tokens, %.2f GB; query buffers %.1f MB",
@@ -273,6 +274,7 @@ class Engine:
             )
             request.processing = Processing.of(request)
             request.draw = draw_of(request, self.vocabulary)
+            request.uniforms = Uniforms(seed, completion)
             request.error = self._limit(request)
             if request.error:
                 request.finish_reason = "error"
@@ -414,28 +416,32 @@ class Engine:
         self._count_memory(plan, skipped)
         # 4. Completions that waited for a prompt take over what its leader has read. From here on
         #    they are requests as any other, and answer from their leader's row.
-        ready = {r: tokens for r, tokens in plan.ready().items() if r not in skipped}
+        takers = plan.takers()
+        if skipped:
+            takers = [(request, token) for request, token in takers if request not in skipped]
+        ready = dict(takers)
         forks = self._fork(ready)
         for fork in forks:
-            ready[fork] = ready[fork.leader]
+            token = ready[fork.leader]
+            takers.append((fork, token))
+            ready[fork] = token
         # 5. A token for each row that has an answer to give. Without overlap requests take theirs
         #    now, and may end with it.
         later = self._reads_later(ready)
         if recorded is not None:
             sampled = self._sample(plan, plan.requests, recorded, skipped, later)
         else:
-            takers = [(request, token) for request, tokens in ready.items() for token in tokens]
             sampled = self._answer(plan, takers, hidden, later)
         for fork in forks:
             fork.leader = None
         if not later:
             done += ready
         # 6. Evict, of those that go on, whose cache or query buffer is full.
-        going_on = []
-        for request in plan.requests + forks:
-            ends = request.finish_reason is not None or request.is_full
-            if not ends and request not in skipped:
-                going_on.append(request)
+        going_on = [request for request in plan.requests + forks if request.finish_reason is None]
+        if later:
+            going_on = [request for request in going_on if not request.is_full]
+        if skipped:
+            going_on = [request for request in going_on if request not in skipped]
         evicted = self._evict(going_on)
         # 7. What is left for later.
         if later and ready:
@@ -489,7 +495,16 @@ class Engine:
     ) -> Sampled:
         """A token for each row of answers, which its request takes at once or `later`: then it also
         lies where the next step finds it. skipped: whose rows mean nothing."""
-        sampled = sample_tokens(requests, answers, self.group, self._close, skipped, outlives=later)
+        sampled = sample_tokens(
+            requests,
+            answers,
+            self.group,
+            self._close,
+            skipped,
+            outlives=later,
+            ways=self._ways,
+        )
+        self._ways = sampled.ways
         if later:
             rows = answers.rows
             if rows is None:
@@ -628,7 +643,8 @@ class Engine:
         prefix = self.scheduler.prefix
         kept_rows = len(prefix.kept_rows) if prefix is not None else 0
         # 2. Pages without a budget: every token computed would still be there.
-        full_pages = sum(-(-r.num_computed // self.config.page_size) for r in running)
+        page_size = self.config.page_size
+        full_pages = sum([-(-request.num_computed // page_size) for request in running])
         self.stats.count_memory(
             cached_tokens=max(lengths),
             kv_bytes=self.pool.used_count * self.page_bytes,

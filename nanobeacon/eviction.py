@@ -113,8 +113,17 @@ class Evictor:
             return [], []
         reduce = []
         if self.settings.reduces:
-            reduce = [r for r in requests if self.tokens_until_reduction(r) == 0]
-        evict = [r for r in requests if r.evictable == self.settings.budget]
+            # Asked after every step: a row that is neither full nor at the freeze need not say more.
+            full = self.settings.policy.observed
+            freeze = self.settings.freeze
+            possible = []
+            for request in requests:
+                evictable = request.cached_length - request.protected
+                if evictable == freeze or request.buffer_count >= full:
+                    possible.append(request)
+            reduce = [r for r in possible if self.tokens_until_reduction(r) == 0]
+        budget = self.settings.budget
+        evict = [r for r in requests if r.cached_length - r.protected == budget]
         return reduce, evict
 
     def ahead(self, request: Request) -> int:

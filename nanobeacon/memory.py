@@ -11,10 +11,12 @@ import torch
 
 from .config import ModelConfig
 from .eviction import SCRATCH
-from .sampling import ROWS
+from .sampling import FIRST_LOOK, ROWS
 
-# bytes a logit while a row is sampled, ROWS rows at a time (tests/test_memory.py measures it)
+# While rows are sampled (tests/test_memory.py measures it): bytes a logit where few are looked at
+# as a whole, ROWS at a time; and where many are looked at together, their copy and its candidates
 SAMPLED = 64
+CANDIDATES = 256 << 10  # bytes a row
 LIBRARIES = 256 << 20  # workspaces of matrix products, compiled kernels
 GRAPH = 8 << 20  # what the driver keeps of one recorded decode step
 
@@ -59,12 +61,22 @@ def step_bytes(
     if graphs:
         recorded = graphs * GRAPH + graph_tokens * (_activations(config, dtype) + row_of_logits)
     logits = logit_rows * row_of_logits
-    sampling = min(ROWS, logit_rows) * config.vocab_size * SAMPLED
+    sampling = sampling_bytes(logit_rows, config.vocab_size)
     # Sampling and eviction come after the forward pass, one after the other, while the
     # logits are there.
     behind_forward = logits + max(sampling, SCRATCH)
     unread = 4 * config.vocab_size * unread_rows
     return recorded + unread + max(forward, behind_forward) + LIBRARIES
+
+
+def sampling_bytes(rows: int, vocabulary: int) -> int:
+    """What sampling so many rows takes beside their logits."""
+    # 1. A first look at the rows with top-k or top-p: a float32 copy and candidates.
+    _, at_once = FIRST_LOOK
+    first_look = min(at_once, rows) * (4 * vocabulary + CANDIDATES)
+    # 2. All else, a few rows at a time.
+    whole = min(ROWS, rows) * vocabulary * SAMPLED
+    return max(first_look, whole)
 
 
 def _activations(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -133,16 +133,24 @@ class PagePool:
 
     def _is_free(self, first: int, count: int) -> bool:
         """Whether one free run holds [first, first + count)."""
-        return any(start <= first and first + count <= end for start, end in self._runs)
+        at = self._run_at(first)
+        if at < 0:
+            return False
+        _, end = self._runs[at]
+        return first + count <= end
+
+    def _run_at(self, page: int) -> int:
+        """Where among the free runs the last one stands that begins at a page or before it; -1 for
+        none."""
+        return bisect_right(self._runs, (page, self.num_pages)) - 1
 
     def _cut(self, first: int, count: int) -> list[int]:
         """Take [first, first + count) out of the free run that holds it."""
-        # 1. The run is the last that begins at `first` or before; what lies on both sides
-        #    stays free.
-        at = bisect_right(self._runs, (first, self.num_pages)) - 1
-        start, end = self._runs.pop(at)
+        # 1. What lies on both sides stays free.
+        at = self._run_at(first)
+        start, end = self._runs[at]
         rest = [(start, first), (first + count, end)]
-        self._runs[at:at] = [run for run in rest if _length(run) > 0]
+        self._runs[at : at + 1] = [run for run in rest if _length(run) > 0]
         # 2. Each page has one owner now.
         pages = list(range(first, first + count))
         for page in pages:

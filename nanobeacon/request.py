@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from .policies import check, check_whole
@@ -188,7 +189,8 @@ class Request:
 
     # How its next token is sampled
     on_logits: Listener | None = None
-    draw: Any = None  # how its tokens are sampled, but for the random number
+    draw: Any = None  # how its tokens are sampled, but for the random number …
+    uniforms: Any = None  # … and where each token's number comes from
     # what changes its logits before a token is sampled, where something does
     processing: Any = None
 
@@ -211,6 +213,24 @@ class Request:
     # kept row of the query buffer that is copied into its own before its first step
     found_row: int = 0
 
+    @cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end it; a given output goes on behind them."""
+        if self.forced is not None:
+            return frozenset()
+        ends = frozenset(self.params.stop_token_ids)
+        return ends if self.params.ignore_eos else ends | self.eos_token_ids
+
+    @cached_property
+    def only_sampled(self) -> bool:
+        """Whether a token is all that is wanted of its rows: none is given, no processor changes
+        them, nobody listens, and no log-probability is told."""
+        given = self.forced is not None
+        changed = self.processing is not None
+        heard = self.on_logits is not None
+        told = self.params.logprobs is not None
+        return not (given or changed or heard or told)
+
     @property
     def num_output(self) -> int:
         """Tokens of the output so far, those included that the host has not read yet."""
@@ -224,7 +244,9 @@ class Request:
     @property
     def is_full(self) -> bool:
         """Whether its last token has been sampled: it ends with it, whatever token that is."""
-        return self.num_output >= self.max_tokens
+        # Asked of every request in every step, as `decodes` is.
+        sampled = len(self.output_token_ids) + self.num_unread
+        return sampled >= self.max_tokens
 
     @property
     def decodes(self) -> bool:
@@ -303,9 +325,7 @@ class Request:
     def append(self, token_id: int) -> None:
         """Take a sampled token; it may end the request (stop strings are decided on the text)."""
         self.output_token_ids.append(token_id)
-        ends = token_id in self.params.stop_token_ids
-        ends = ends or (token_id in self.eos_token_ids and not self.params.ignore_eos)
-        if ends and self.forced is None:
+        if token_id in self.end_token_ids:
             self.finish_reason = "stop"
             return
         self.num_text_tokens += 1

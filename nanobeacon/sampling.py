@@ -10,9 +10,9 @@ ids and looks at a few candidates. Where a rounding could change what comes out,
 """
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ ROWS = 16
 DEPTH = 64  # logits in a block, of which the largest stands for all
 # Blocks looked at, and rows at once: first a few blocks, then more for the rows whose
 # nucleus is larger
-FIRST_LOOK = (64, 6 * ROWS)
+FIRST_LOOK = (64, 20 * ROWS)
 SECOND_LOOK = (512, ROWS)
 # In a token's place, like the NOT_FINITE of `best_tokens`
 NOT_FINITE = -1
@@ -35,8 +35,7 @@ CANDIDATES = 1024  # ranked at most; only a row that needs more is sorted
 MARGIN = 2e-5  # relative error of a float32 total, at most: see `_total`
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """How one row is sampled; `SamplingParams` has checked the values. The defaults
     filter nothing."""
 
@@ -48,18 +47,27 @@ class Draw:
 
     def at(self, uniform: float) -> "Draw":
         """The same with another random number."""
-        return Draw(self.temperature, self.top_k, self.top_p, self.min_p, uniform)
+        temperature, top_k, top_p, min_p, _ = self
+        return Draw(temperature, top_k, top_p, min_p, uniform)
 
 
 GREEDY = Draw(temperature=0.0)
 
 
-def uniform(seed: int, completion: int, position: int) -> float:
-    """A number in [0, 1) of 53 random bits: a pure function of ints of any size, equal on
-    every platform."""
-    # Hexadecimal, because Python refuses to print ints of more than 4,300 decimal digits.
-    digest = blake2b(f"{seed:x},{completion:x},{position:x}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
+class Uniforms:
+    """The random numbers of one completion, by position: a pure function of ints of any size, equal
+    on every platform."""
+
+    def __init__(self, seed: int, completion: int) -> None:
+        # Hexadecimal, because Python refuses to print ints of more than 4,300 decimal digits.
+        # What all positions have in common is hashed once.
+        self._begun = blake2b(f"{seed:x},{completion:x},".encode(), digest_size=8)
+
+    def at(self, position: int) -> float:
+        """A number in [0, 1) of 53 random bits."""
+        hashed = self._begun.copy()
+        hashed.update(b"%x" % position)
+        return (int.from_bytes(hashed.digest(), "big") >> 11) * 2.0**-53
 
 
 def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
@@ -71,57 +79,85 @@ def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     maxima, sum of exponentials), with 4 bytes a logit for 6 * ROWS rows at a time; only a large
     nucleus is sorted. Which rows need a second look is read from the device once. Rows with neither
     are weighed in float64 in the order of ids, ROWS at a time."""
-    tokens = first_look(logits, rows)
-    if may_doubt(rows, logits.shape[-1]):
+    ways = Ways(rows, logits)
+    tokens = first_look(logits, ways, [draw.uniform for draw in rows])
+    if ways.may_doubt:
         doubtful = [row for row, token in enumerate(tokens.tolist()) if token == DOUBT]
         if doubtful:
-            tokens[_index(doubtful)] = second_look(logits, rows, doubtful)
+            tokens[_index(doubtful)] = second_look(logits, {row: rows[row] for row in doubtful})
     return tokens
 
 
-def may_doubt(rows: Sequence[Draw], vocabulary: int) -> bool:
-    """Whether `first_look` may leave a doubt in one of these rows."""
-    return any(_kind(draw, vocabulary) == "ranked" for draw in rows)
+class Ways:
+    """How R rows are sampled, but for their random numbers: what stays the same from step to step,
+    so that a step sends those numbers alone."""
+
+    def __init__(self, draws: Sequence[Draw], logits: Tensor) -> None:
+        """logits [R, V]: of a vocabulary and on a device such as theirs."""
+        vocabulary = logits.shape[-1]
+        self.draws = list(draws)
+        kinds = [_kind(draw, vocabulary) for draw in draws]
+        self.plain = [row for row, kind in enumerate(kinds) if kind == "plain"]
+        self.ranked = [row for row, kind in enumerate(kinds) if kind == "ranked"]
+        # float64 [R, 5] on the device, where something is drawn
+        self.columns: Tensor | None = None
+        if self.are_drawn:
+            self.columns = _columns(draws, vocabulary, logits.device)
+
+    @property
+    def are_drawn(self) -> bool:
+        """Whether any row is; else the best tokens are the answer."""
+        return len(self.plain) + len(self.ranked) > 0
+
+    @property
+    def may_doubt(self) -> bool:
+        """Whether `first_look` may leave a doubt in one of these rows."""
+        return len(self.ranked) > 0
+
+    def of_step(self, rows: Sequence[int], uniforms: Sequence[float]) -> dict[int, Draw]:
+        """The draws of some rows in a step that has these numbers, one for each of the R rows."""
+        return {row: self.draws[row].at(uniforms[row]) for row in rows}
 
 
-def first_look(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
+def first_look(logits: Tensor, ways: Ways, uniforms: Sequence[float]) -> Tensor:
     """The same ids, and DOUBT where a few candidates of the row do not settle it. Nothing is read
-    from the device."""
-    vocabulary = logits.shape[-1]
+    from the device.
+
+    uniforms: a number for each row, whatever its draw says."""
     # 1. The best of each row: the answer where nothing is drawn.
     tokens = logits.argmax(-1)
-    kinds = [_kind(draw, vocabulary) for draw in rows]
-    if set(kinds) <= {"greedy"}:
+    if not ways.are_drawn:
         return tokens
-    columns = _columns(rows, vocabulary, logits.device)
+    columns = ways.columns.clone()
+    columns[:, -1] = _sent(array("d", uniforms), logits.device)
     # 2. Rows without top-k and top-p.
-    plain = [row for row, kind in enumerate(kinds) if kind == "plain"]
-    for at in range(0, len(plain), ROWS):
-        some = _index(plain[at : at + ROWS])
+    for at in range(0, len(ways.plain), ROWS):
+        some = _index(ways.plain[at : at + ROWS])
         tokens[some] = _draw_in_order_of_ids(_clean(logits[some]), columns[some])
     # 3. The others, from a few candidates.
-    ranked = [row for row, kind in enumerate(kinds) if kind == "ranked"]
     blocks, at_once = FIRST_LOOK
-    for at in range(0, len(ranked), at_once):
-        some = _index(ranked[at : at + at_once])
+    for at in range(0, len(ways.ranked), at_once):
+        some = _index(ways.ranked[at : at + at_once])
         ids, certain = _draw_from_candidates(logits[some], columns[some], blocks)
         tokens[some] = torch.where(certain, ids, DOUBT)
     return tokens
 
 
-def second_look(logits: Tensor, rows: Sequence[Draw], doubtful: Sequence[int]) -> Tensor:
-    """Ids int64 [D] of the D rows, in ascending order, that the first look left in doubt."""
+def second_look(logits: Tensor, draws: Mapping[int, Draw]) -> Tensor:
+    """Ids int64 [D] of the D rows of logits [R, V] that the first look left in doubt; draws: of
+    each, by row in ascending order."""
+    doubtful = list(draws)
     blocks, at_once = SECOND_LOOK
     found: list[int] = []
     for at in range(0, len(doubtful), at_once):
-        some = list(doubtful[at : at + at_once])
+        some = doubtful[at : at + at_once]
         # 1. From more candidates.
-        columns = _columns([rows[row] for row in some], logits.shape[-1], logits.device)
+        columns = _columns([draws[row] for row in some], logits.shape[-1], logits.device)
         ids, certain = _draw_from_candidates(logits[_index(some)], columns, blocks)
         settled = torch.where(certain, ids, DOUBT).tolist()
         # 2. What is still in doubt is sorted whole.
         for row, token in zip(some, settled, strict=True):
-            found.append(sample_exact(logits[row], rows[row]) if token == DOUBT else token)
+            found.append(sample_exact(logits[row], draws[row]) if token == DOUBT else token)
     return torch.tensor(found, dtype=torch.int64, device=logits.device)
 
 
@@ -191,13 +227,21 @@ def _kind(draw: Draw, vocabulary: int) -> str:
 
 def _columns(rows: Sequence[Draw], vocabulary: int, device: torch.device) -> Tensor:
     """Temperature, top-k, top-p, min-p and uniform of each row, float64 [R, 5], in one copy."""
-    # Temperature is bounded so that -inf / temperature stays -inf; no top-k is V.
-    table = array("d")
+    # 1. One row behind the other, on the host.
+    numbers = array("d")
     for draw in rows:
-        temperature = min(draw.temperature, 1e300)
-        top_k = draw.top_k or vocabulary
-        table.extend((temperature, top_k, draw.top_p, draw.min_p, draw.uniform))
-    host = torch.frombuffer(table, dtype=torch.float64).view(len(rows), -1)
+        numbers.extend(draw)
+    columns = _sent(numbers, device).view(len(rows), len(GREEDY))
+    # 2. Temperature is bounded so that -inf / temperature stays -inf; no top-k is V.
+    temperature, top_k, _, _, _ = columns.unbind(-1)
+    temperature.clamp_(max=1e300)
+    top_k.masked_fill_(top_k == 0, vocabulary)
+    return columns
+
+
+def _sent(numbers: array, device: torch.device) -> Tensor:
+    """Doubles on their way to a device, float64; nobody waits for them."""
+    host = torch.frombuffer(numbers, dtype=torch.float64)
     return unwaited(host, device).to(device, non_blocking=True)
 
 
@@ -250,8 +294,8 @@ def _draw_from_candidates(logits: Tensor, columns: Tensor, blocks: int) -> tuple
     # 6. A larger total never leads to an earlier pick: where both bounds pick the same, so does
     #    the total.
     before = weights.cumsum(-1) - weights
-    first = _pick(weights * (before < top_p * low), min_p, uniforms)
-    last = _pick(weights * (before < top_p * high), min_p, uniforms)
+    bounds = top_p * torch.stack((low, high))  # [2, R, 1]
+    first, last = _pick(weights * (before < bounds), min_p, uniforms)
     # 7. Nothing that was not looked at can be in the nucleus.
     complete = torch.where(has_top_k, known.sum(-1, keepdim=True) >= top_k, total >= top_p * high)
     certain = (first == last) & complete & best.isfinite() & low.isfinite()
@@ -301,11 +345,11 @@ def _weights(logits: Tensor, row: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _pick(weights: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
-    """Min-p, then the position int64 [R, 1] in weights [R, N] where their running sum
+    """Min-p, then the position int64 [..., R, 1] in weights [..., R, N] where their running sum
     exceeds u * total."""
     likely = weights >= min_p * UNIT
     cumulative = (weights * likely).cumsum(-1)
-    total = cumulative[:, -1:]
+    total = cumulative[..., -1:]
     # Rounding must not lead past the last token.
     target = (uniforms * total).long().minimum(total - 1)
     return torch.searchsorted(cumulative, target, right=True)

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from .pages import PagePool
 from .prefix import Found, PrefixCache
@@ -32,7 +33,7 @@ class Plan:
     lengths: list[int]
     prefill: bool
 
-    @property
+    @cached_property
     def one_each(self) -> bool:
         """Whether this is the common decode step, which feeds one token of each request."""
         return not self.prefill and max(self.lengths) == 1
@@ -47,19 +48,23 @@ class Plan:
                 lengths.append(length)
         return Plan(requests, lengths, self.prefill)
 
-    def ready(self) -> dict[Request, range]:
-        """Once computed: who gets output tokens, and the tokens of the batch that these follow: the
+    def takers(self) -> list[tuple[Request, int]]:
+        """Once computed: who gets an output token, and which token of the batch it follows: the
         last of a prompt that has been read, each one of a decode step."""
-        ready = {}
+        # 1. The common decode step: each of its tokens has one answer.
+        if self.one_each:
+            return list(zip(self.requests, range(len(self.requests)), strict=True))
+        # 2. Prompts, and given outputs.
+        takers = []
         first = 0
         for request, length in zip(self.requests, self.lengths, strict=True):
             end = first + length
             if not self.prefill:
-                ready[request] = range(first, end)
+                takers += [(request, token) for token in range(first, end)]
             elif request.num_computed >= request.num_tokens:
-                ready[request] = range(end - 1, end)
+                takers.append((request, end - 1))
             first = end
-        return ready
+        return takers
 
 
 class Scheduler:
@@ -292,6 +297,7 @@ class Scheduler:
         """One token for each, or what a given output allows, oldest first."""
         requests: list[Request] = []
         lengths: list[int] = []
+        page_size = self.page_size
         for request in decoders:
             # 1. How many tokens: one is sampled at a time, given ones go up to what is due next.
             length = 1
@@ -299,7 +305,9 @@ class Scheduler:
                 length = min(request.num_given, ahead(request))
             # 2. Room for them; the newest request gives up its pages where none is left, maybe
             #    this one.
-            self._grow(request, request.cached_length + length)
+            tokens = request.cached_length + length
+            if tokens > len(request.pages) * page_size:
+                self._grow(request, tokens)
             still_running = request.row != 0
             if still_running:
                 requests.append(request)

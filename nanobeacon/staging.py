@@ -30,7 +30,7 @@ def send(
     for name, values in columns.items():
         before = len(data)
         kind = "i" if name in int32 else "q"
-        data += array(kind, values).tobytes()
+        data += array(kind, values)
         data += bytes(-len(data) % ALIGNMENT)
         words.append((len(data) - before) // WORD)
     host = torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
@@ -44,7 +44,8 @@ def send(
     sent = {}
     for name, part in zip(columns, there.split(words), strict=True):
         typed = part.view(torch.int32) if name in int32 else part
-        sent[name] = typed[: len(columns[name])]
+        count = len(columns[name])
+        sent[name] = typed if len(typed) == count else typed[:count]
     return sent
 
 

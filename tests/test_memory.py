@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -47,10 +48,11 @@ def peak_of(call) -> int:
 )
 @pytest.mark.parametrize("scale", [0.01, 5.0])
 def test_sampling_stays_within_what_is_reserved_for_it(draw, scale):
-    rows, vocabulary = 7 * ROWS, 70_000
-    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)) * scale
-    peak = peak_of(lambda: sample(logits, [draw] * rows))
-    assert ROWS * vocabulary < peak <= ROWS * vocabulary * memory.SAMPLED
+    rows = 7 * ROWS
+    for vocabulary in (1_000, 70_000):
+        logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)) * scale
+        peak = peak_of(partial(sample, logits, [draw] * rows))
+        assert ROWS * vocabulary < peak <= memory.sampling_bytes(rows, vocabulary)
 
 
 def test_log_probabilities_stay_within_what_is_reserved_too():

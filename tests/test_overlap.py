@@ -303,9 +303,9 @@ def test_a_row_fed_with_a_doubtful_token_is_computed_again(folder, mode, monkeyp
     doubts = []
     second_look = answers.second_look
 
-    def noted(logits, rows, doubtful):
-        doubts.append(len(doubtful))
-        return second_look(logits, rows, doubtful)
+    def noted(logits, draws):
+        doubts.append(len(draws))
+        return second_look(logits, draws)
 
     monkeypatch.setattr(answers, "second_look", noted)
     params = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0.8, top_p=0.9, seed=4, logprobs=1)

@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from nanobeacon import sampling
-from nanobeacon.sampling import Draw, sample, sample_exact, token_logprobs, uniform
+from nanobeacon.sampling import Draw, Uniforms, sample, sample_exact, token_logprobs
 
 torch.set_num_threads(1)
 LAST = 1 - 2**-53  # the largest number that uniform() can give
@@ -36,7 +35,7 @@ def expected(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 def frequencies(logits: torch.Tensor, draw: Draw, points: int = 2000) -> torch.Tensor:
     """How often each of V ids comes out when the uniforms are an even grid."""
-    grid = [replace(draw, uniform=(i + 0.5) / points) for i in range(points)]
+    grid = [draw.at((i + 0.5) / points) for i in range(points)]
     ids = torch.cat([sample(logits.expand(100, -1), grid[i : i + 100]) for i in range(0, points, 100)])
     return ids.bincount(minlength=logits.numel()) / points
 
@@ -231,7 +230,7 @@ def test_minus_infinity_is_never_drawn(draw, temperature):
     logits = torch.full((3000,), -torch.inf)
     logits[2], logits[4] = 1.0, -1.0
     for u in (0.0, 0.3, 0.6, LAST):
-        row = replace(draw, temperature=temperature, uniform=u)
+        row = draw._replace(temperature=temperature, uniform=u)
         assert sample(logits.unsqueeze(0), [row]).item() in (2, 4)
 
 
@@ -253,7 +252,7 @@ def test_a_broken_row_gives_a_valid_id_and_leaves_the_others_alone(draw):
     some[17], some[18] = torch.nan, torch.inf
     rows = torch.stack([*broken, some, -some, good])
     for u in (0.0, 0.5, LAST):
-        row = replace(draw, uniform=u)
+        row = draw.at(u)
         ids = sample(rows, [row] * len(rows))
         assert ((ids >= 0) & (ids < 5000)).all()
         assert ids[-1] == sample(good.unsqueeze(0), [row])[0]
@@ -270,6 +269,10 @@ def test_a_vocabulary_of_one_and_top_k_beyond_it():
     rows = [Draw(uniform=LAST), Draw(top_k=5), Draw(top_p=0.1), Draw(0)]
     assert sample(torch.tensor([[-3.0]] * 4), rows).tolist() == [0] * 4
     assert sample(torch.zeros(0, 5), []).tolist() == []
+
+
+def uniform(seed: int, completion: int, position: int) -> float:
+    return Uniforms(seed, completion).at(position)
 
 
 def test_uniform_is_a_pure_function_pinned_for_every_platform():

@@ -80,7 +80,7 @@ def end_too_early(patch):
 
 def mix_up_rows(patch):
     first_look = answers.first_look
-    patch.setattr(answers, "first_look", lambda logits, draws: first_look(logits, draws).roll(1))
+    patch.setattr(answers, "first_look", lambda *how: first_look(*how).roll(1))
 
 
 def stay_in_memory(patch):

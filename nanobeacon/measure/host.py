@@ -3,9 +3,9 @@ stand behind.
 
 A stand-in takes the model's place: it answers at once, with noise, and notes the clock. From one
 decode step's forward pass to the next lies all that a serving host does between two: planning,
-building the batch, drawing, counting, ends. Sampling runs, on the embedded reasoner's 48 tokens,
-with what a CPU computes for it. Reductions and evictions come every few steps, and in medians they
-do not count.
+building the batch, drawing, counting, ends. Sampling runs on the embedded reasoner's 48 tokens; what
+draws among candidates, a GPU's work, is called as often as ever and computes one row instead of all.
+Reductions and evictions come every few steps, and in medians they do not count.
 
 The clock is that of this thread's own work: whoever else is busy on the machine counts little.
 Knows the engine's model by two methods, `forward` and `logits`; nothing of kernels and devices.
@@ -13,14 +13,15 @@ Knows the engine's model by two methods, `forward` and `logits`; nothing of kern
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanobeacon import LLM, SamplingParams
+from nanobeacon import LLM, SamplingParams, sampling
 from nanobeacon.batch import Batch
 from nanobeacon.cache import KVCache, QueryBuffer
 from nanobeacon.reasoner import folder
@@ -49,13 +50,13 @@ def run(options: Namespace) -> dict[str, Any]:
     rows = []
     for batch in options.batches:
         for budget in (None, options.budget):
-            for sampling in SAMPLINGS:
-                seconds = decode_seconds(batch, budget, options.steps, sampling)
+            for way in SAMPLINGS:
+                seconds = decode_seconds(batch, budget, options.steps, way)
                 step_ms = 1000 * median(seconds)
                 row = {
                     "batch": batch,
                     "budget": budget,
-                    "sampling": sampling,
+                    "sampling": way,
                     "n": len(seconds),
                     "step_ms": step_ms,
                     "request_us": 1000 * step_ms / batch,
@@ -70,10 +71,10 @@ def _check(name: str, value: int) -> None:
         raise ValueError(f"{name}={value}: at least 1 is possible")
 
 
-def decode_seconds(batch: int, budget: int | None, steps: int, sampling: str) -> list[float]:
+def decode_seconds(batch: int, budget: int | None, steps: int, way: str) -> list[float]:
     """The host's seconds for each of so many decode steps of `batch` requests.
 
-    budget: of each request, None for the full cache. sampling: a name in SAMPLINGS."""
+    budget: of each request, None for the full cache. way: of sampling, a name in SAMPLINGS."""
     # 1. An engine without a model's time. The longest prompt and its output fit the context.
     longest = 2 * PROMPT + steps + 2
     llm = LLM(
@@ -88,9 +89,26 @@ def decode_seconds(batch: int, budget: int | None, steps: int, sampling: str) ->
     stand_in = StandIn(llm, batch)
     # 2. Requests that all decode together for the last `steps` steps.
     prompts = [[5] * (PROMPT + i % PROMPT) for i in range(batch)]
-    params = SamplingParams(max_tokens=steps + 2, ignore_eos=True, **SAMPLINGS[sampling])
-    llm.generate(prompts, params)
+    params = SamplingParams(max_tokens=steps + 2, ignore_eos=True, **SAMPLINGS[way])
+    with _drawing_one_row():
+        llm.generate(prompts, params)
     return stand_in.between(steps)
+
+
+@contextmanager
+def _drawing_one_row() -> Iterator[None]:
+    """While this lasts, the rows that are drawn together all get what the first of them draws."""
+    draw: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = sampling._draw_from_candidates
+
+    def draw_one(logits: Tensor, columns: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        ids, certain = draw(logits[:1], columns[:1], blocks)
+        return ids.expand(len(logits)), certain.expand(len(logits))
+
+    sampling._draw_from_candidates = draw_one
+    try:
+        yield
+    finally:
+        sampling._draw_from_candidates = draw
 
 
 class StandIn:
