@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 INFINITY = float("inf")
-POLICIES = "full beacon beacon-mean recent initial random-query rpc snapkv rkv streaming random".split()
-STAGED = "beacons-first"  # two scores share the slots; no row of the engine's table
+POLICIES = (
+    "full beacon beacon-half beacon-mean recent initial random-query rpc snapkv rkv streaming random".split()
+)
+STAGED = "beacons-first"  # two scores share the slots; a row of the engine's table has half for each
 NEIGHBOURHOOD = 32  # the last queries that its second score asks
 LAST_QUERIES = {
     "recent": 32,
@@ -408,6 +410,9 @@ class Oracle:
             raise ValueError(f"unknown policy {policy!r}")
         if protect != "prompt" and not (isinstance(protect, int) and protect >= 0):
             raise ValueError("protect is 'prompt' or a number of first tokens")
+        half = policy == "beacon-half"
+        if half:
+            policy, beacons, recents = STAGED, 24, 8
         if recents < 1 or beacons < 0 or chunk < 1 or window < 0:
             raise ValueError("recents and chunk are at least 1, beacons and window at least 0")
         self.model = Decoder(config, state)
@@ -422,6 +427,8 @@ class Oracle:
             self.period = self.budget // 8
             self.keep = self.budget - self.period  # B_min
             self.r = min(recents, self.period)
+            if half:
+                self.first = (self.keep - window) // 2
             if self.keep <= window or self.period == 0:
                 smallest = next(b for b in range(8, 10**9) if b - b // 8 > window)
                 raise ValueError(

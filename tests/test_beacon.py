@@ -17,6 +17,7 @@ from nanobeacon import LLM, Policy, SamplingParams
 TOLERANCE = {"beacon-mean": 1e-6, "rpc": 1e-6, "snapkv": 1e-6, "rkv": 1e-7}
 POLICIES = (
     "beacon",
+    "beacon-half",
     "beacon-mean",
     "recent",
     "initial",

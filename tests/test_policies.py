@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanobeacon.policies import POLICIES, EvictionSettings, Policy, settle
+from nanobeacon.policies import POLICIES, EvictionSettings, Policy, Stage, settle
 
 EVICTING = [name for name in POLICIES if name != "full"]
 ASKING = [name for name in EVICTING if POLICIES[name].ranking == "queries"]
@@ -109,8 +109,19 @@ def test_policies_that_ask_nobody_have_no_buffer(name, ranking, window):
     assert (s.policy.ranking, s.window, s.capacity, s.reduces) == (ranking, window, 0, False)
 
 
+def test_half_by_beacons_half_by_the_neighbourhood():
+    s = settle("beacon-half", 1024)
+    beacons, rest = s.policy.scores
+    assert (s.policy.select, s.policy.beacons, s.policy.recents, s.window) == ("fps", 24, 8, 32)
+    assert s.reduces and s.capacity == 32 + 32
+    assert beacons == Stage(slots=0.5, domain="all", group="max", pool="max")
+    assert rest.latest == 32 and rest.slots is None
+    assert (rest.domain, rest.group, rest.pool, rest.smoothing) == ("evictable", "mean", "sum", "avg")
+    assert beacons.slots_of(free=864, left=864) == rest.slots_of(free=864, left=432) == 432
+
+
 def test_the_papers_policies_are_there_and_all_are_named():
-    assert {*TABLE, "streaming", "random", "full"} <= set(POLICIES)
+    assert {*TABLE, "beacon-half", "streaming", "random", "full"} == set(POLICIES)
     assert all(policy.name == name for name, policy in POLICIES.items())
 
 
@@ -297,7 +308,7 @@ def test_a_number_is_taken_or_refused_but_never_ignored(name, option):
     arrived = {"window": s.window, "beacons": s.policy.beacons, "recents": s.recents}
     assert arrived[option] == value
     if option != "window" and POLICIES[name].buffer is None:
-        assert s.capacity == s.policy.beacons + s.policy.recents
+        assert s.capacity == s.policy.beacons + s.policy.recents + s.policy.latest
 
 
 @pytest.mark.parametrize("name", EVICTING)
