@@ -87,7 +87,8 @@ class Policy:
     stages: several scores that share the free slots. They replace domain, group, pool and
     smoothing. score: a function of the user's own, from a `ranking.Slots` to a tensor [B, L, K, n];
     the higher, the more worth keeping. It replaces the ranking. The queries named here are still
-    asked for it (`Slots.attention`); with beacons=0 and recents=0 nobody is asked.
+    asked for it, by each stage if there are stages (`Slots.attention`); with beacons=0 and
+    recents=0 nobody is asked.
     """
 
     name: str
@@ -134,16 +135,21 @@ class Policy:
         right = isinstance(self.stages, tuple)
         right = right and all(isinstance(stage, Stage) for stage in self.stages)
         check(right, name, self.stages, "a tuple of Stage is possible")
-        alone = self.ranking == "queries" and self.score is None and self.attention_share is None
-        check(alone, name, self.stages, "they need ranking='queries', no score and no attention_share")
+        alone = self.ranking == "queries" and self.attention_share is None
+        check(alone, name, self.stages, "they need ranking='queries' and no attention_share")
         for field in ("domain", "group", "pool", "smoothing"):
             value = getattr(self, field)
             idle = value == getattr(Policy, field)
             check(idle, f"policy {self.name!r}: {field}", value, "each stage names its own; leave it out")
-        # 2. Together they give away every free slot: the last one takes what is left.
+        # 2. Together they give away every free slot: the last one takes what is left. Beside a score
+        #    of the user's own they only say what their queries attend to.
         for_the_rest = [stage for stage in self.stages if stage.slots is None]
-        last = for_the_rest == [self.stages[-1]]
-        check(last, name, self.stages, "the last stage, and no other, has slots=None")
+        if self.score is not None:
+            silent = len(for_the_rest) == len(self.stages)
+            check(silent, name, self.stages, "score gives the slots away; leave slots out of the stages")
+        else:
+            last = for_the_rest == [self.stages[-1]]
+            check(last, name, self.stages, "the last stage, and no other, has slots=None")
         # 3. Each has queries to ask.
         observed = self.beacons + self.recents > 0 or all(stage.latest for stage in self.stages)
         if not observed:

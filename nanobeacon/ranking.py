@@ -55,9 +55,11 @@ class Slots:
     """What the cache knows of the candidates, for a `Policy.score`. All tensors are [B, L, K, n],
     oldest slot first; what a function does not ask for is not computed."""
 
-    def __init__(self, due: Due, cache: KVCache, attention: Tensor | None) -> None:
-        # float32: the policy's own score by its queries; None if it asks none
+    def __init__(self, due: Due, cache: KVCache, attention: Tensor | None, free: int) -> None:
+        # float32: the policy's own score by its queries, None if it asks none; of a policy with
+        # stages one for each, [stages, B, L, K, n]
         self.attention = attention
+        self.free = free  # how many of the n stay
         self._due = due
         self._cache = cache
 
@@ -150,9 +152,13 @@ class Ranker:
         """The user's function, its answer checked; not a number counts as the lowest rank."""
         policy = self.settings.policy
         attention = None
-        if self.queries.capacity:
+        if policy.stages:
+            stages = range(len(policy.stages))
+            attention = torch.stack([self._attention(due, shape, number) for number in stages])
+        elif self.queries.capacity:
             attention = self._attention(due, shape, number=0)
-        scored = policy.score(Slots(due, self.cache, attention))
+        free = self.settings.kept - self.settings.window
+        scored = policy.score(Slots(due, self.cache, attention, free))
         if not isinstance(scored, Tensor) or scored.shape != shape:
             found = list(scored.shape) if isinstance(scored, Tensor) else type(scored).__name__
             wanted = f"a tensor {list(shape)} is needed"

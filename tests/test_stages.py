@@ -65,6 +65,30 @@ def test_one_stage_is_what_the_policy_says_without(models):
     assert all(torch.equal(a.kept, b.kept) for a, b in zip(ours.trace, theirs.trace, strict=True))
 
 
+@pytest.mark.parametrize("protect", ["prompt", 4])
+def test_a_score_of_ones_own_sees_what_each_stage_says(models, protect):
+    """Half of the slots of every head by the first stage, by hand: as the row of the table does it."""
+    folder, config, _ = models["llama"]
+    shares = [[0.5] * config["num_key_value_heads"]] * config["num_hidden_layers"]
+    params = SamplingParams(max_tokens=170, **GREEDY)
+    prompts = [prompt_of(80), prompt_of(9)]
+    ours, theirs = (
+        engine_for(folder, policy=policy, budget=72, protect=protect).generate(prompts, params)
+        for policy in (tried.by_shares(shares), "beacon-half")
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids and len(one.trace) == len(other.trace) > 3
+        assert all(torch.equal(a.kept, b.kept) for a, b in zip(one.trace, other.trace, strict=True))
+
+
+def test_shares_are_learnt_of_every_head(models, tmp_path):
+    folder, config, _ = models["qwen3"]
+    shares = tried.learn(str(folder), prompt_of(30), tokens=200, budget=64)
+    assert len(shares) == config["num_hidden_layers"]
+    assert all(len(layer) == config["num_key_value_heads"] for layer in shares)
+    assert {share for layer in shares for share in layer} <= set(tried.SHARES)
+
+
 @pytest.mark.parametrize("front", [dict(beacons=4, recents=4), dict(select="first", beacons=3, recents=2)])
 def test_the_ring_stands_behind_what_the_policy_keeps(front):
     policy = Policy("mine", stages=(Stage(1), Stage(latest=5)), **front)
@@ -100,7 +124,8 @@ def test_slots_of_a_stage(slots, free, left, wanted):
         (lambda: Policy("mine", stages=(Stage(5),)), "slots=None"),
         (lambda: Policy("mine", stages=(Stage(), Stage())), "slots=None"),
         (lambda: Policy("mine", stages=(Stage(),), pool="sum"), "pool='sum'"),
-        (lambda: Policy("mine", stages=(Stage(),), score=len), "ranking='queries'"),
+        (lambda: Policy("mine", stages=(Stage(5), Stage()), score=len), "leave slots out"),
+        (lambda: Policy("mine", ranking="random", stages=(Stage(),)), "ranking='queries'"),
         (lambda: Policy("mine", stages=(Stage(),), attention_share=0.5), "attention_share"),
         (lambda: Policy("mine", select="none", beacons=0, recents=0, stages=(Stage(),)), "there are none"),
     ],
