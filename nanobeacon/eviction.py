@@ -228,7 +228,7 @@ class Evictor:
             "buffer_counts": [r.buffer_count for r in requests],
         }
         # 2. … and, for each stage, its softmax's slots and where the queries are rotated to: two
-        #    numbers and one number for each slot of the query buffer.
+        #    numbers, and one number for each query that it asks.
         stages = settings.policy.scores if self.queries.capacity else ()
         for i, stage in enumerate(stages):
             columns[f"domains {i}"] = [slot for r in requests for slot in self.ranker.domain(r, stage)]

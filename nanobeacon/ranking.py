@@ -44,7 +44,7 @@ class Due:
     buffer_counts: Tensor  # int32 [B]: queries in a row that is reduced
     # of each stage, int32 [B, 2]: slots [start, end) that its softmax runs over
     domains: list[Tensor]
-    # of each stage, int32 [B, C]: where queries are rotated to, -1: not asked
+    # of each stage, int32 [B, N], N of its `slots_asked`: where queries are rotated to, -1: not asked
     query_positions: list[Tensor]
     page_table: Tensor  # int32 [B, pages of the longest]
     candidates: Tensor  # int64 [B, n], slots
@@ -232,7 +232,7 @@ class Ranker:
         rope_lengths = torch.maximum(due.prompt_lengths[:, None], at + 1)
         cos, sin = self.rope.cos_sin(at, rope_lengths)
         # 2. The queries of all heads that ask these KV heads, where some are another member's.
-        buffer = self.queries.buffer
+        buffer = self.queries.buffer[:, :, :, self.slots_asked(stage)]
         rows = due.rows
         if self.heads.copies > 1:
             buffer = self.heads.queries_of_mine(buffer[rows], dim=2)
@@ -248,19 +248,20 @@ class Ranker:
             scored = self.heads.group.all_reduce(scored) / self.heads.group.size
         return scored
 
-    def rotations(self, request: Request, stage: Stage) -> list[int]:
-        """Where each query of the row is rotated to when a stage asks; -1 for those that it
-        does not ask."""
-        rotations = self.queries.rotations(request)
+    def slots_asked(self, stage: Stage) -> slice:
+        """The slots of the query buffer that a stage asks: the policy's beacons and recents in front,
+        or the newest queries in the ring behind them."""
         observed = self.settings.policy.observed
-        # 1. The policy's beacons and recents, in the front of the row.
+        return slice(observed) if stage.latest is None else slice(observed, None)
+
+    def rotations(self, request: Request, stage: Stage) -> list[int]:
+        """Where the query of each of its `slots_asked` is rotated to; -1 where there is none, or an
+        older one than the stage asks."""
+        rotations = self.queries.rotations(request)[self.slots_asked(stage)]
         if stage.latest is None:
-            return rotations[:observed] + [EMPTY] * (len(rotations) - observed)
-        # 2. The newest, in the ring behind them; EMPTY is older than all.
-        newest = request.num_computed - 1
-        oldest_asked = newest - stage.latest + 1
-        in_ring = [at if at >= oldest_asked else EMPTY for at in rotations[observed:]]
-        return [EMPTY] * observed + in_ring
+            return rotations
+        oldest_asked = request.num_computed - stage.latest  # EMPTY is older than all
+        return [at if at >= oldest_asked else EMPTY for at in rotations]
 
     def domain(self, request: Request, stage: Stage) -> tuple[int, int]:
         """Slots [start, end) that a stage's softmax runs over."""

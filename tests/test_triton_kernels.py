@@ -417,6 +417,21 @@ def case_scores(shape, combination):
         close(*results, dtype)
 
 
+@pytest.mark.parametrize("first, behind", [(3, 0), (0, 5), (2, 7)])
+def case_scores_by_some_slots_of_a_row(first, behind):
+    """A stage asks the front of a row, or the ring behind it; what lies beside is not read."""
+    buffer, *others = make_scores(3, 64, 16, torch.float32)
+    n = buffer.shape[3]
+    row = [first + n + behind if i == 3 else size for i, size in enumerate(buffer.shape)]
+    wide = torch.full(row, torch.nan)
+    asked = wide[:, :, :, first : first + n]
+    asked.copy_(buffer)
+    domains = torch.tensor([[0, 37], [3, 16], [0, 99], [2, 9]]).int()
+    for implementation in (kernels(64, 16), reference):
+        alone = implementation.scores(buffer, *others, domains, 0.125, 41)
+        assert torch.equal(implementation.scores(asked, *others, domains, 0.125, 41), alone)
+
+
 def scores_in_float64(buffer, rows, at, cos, sin, keys, positions, table, lengths, domains, scale, pool):
     """Head by head and from nothing shared: {(request, layer, KV head): of the domain's slots}."""
     page, members = keys.shape[3], buffer.shape[2] // keys.shape[1]

@@ -60,7 +60,7 @@ def rotated_queries(
 def prepare(
     buffer, rows, query_positions, cos, sin, page_table, cached_lengths, domains,
     table_stride, heads,
-    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
     COUNT: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def prepare(
 
     Returns its queries, rotated, [HEADS * COUNT, DIMS]; their positions, -1 for absent ones; the
     request's page table; its slots [first, last): whole tiles, in the last splits none. `heads` is
-    layers times KV heads."""
+    layers times KV heads; a head has CAPACITY vectors in a buffer row, of which N are asked."""
     group = tl.program_id(0).to(tl.int64) // BLOCKS
     request = group // heads
 
@@ -81,7 +81,7 @@ def prepare(
 
     # 2. The queries of the request's buffer row; all heads share the positions they are rotated to.
     buffer_row = tl.load(rows + request).to(tl.int64)
-    first_vector = ((buffer_row * heads + group % heads) * G + head) * N + n
+    first_vector = ((buffer_row * heads + group % heads) * G + head) * CAPACITY + n
     first_angle = (request * N + n) * (D // 2)
     q = rotated_queries(
         buffer + first_vector[:, None] * D,
@@ -129,7 +129,8 @@ def log_sum_exp_kernel(
     buffer, rows, query_positions, cos, sin, keys, positions,
     page_table, cached_lengths, domains, lse,
     table_stride, num_slots, heads, scale,
-    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
+    D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr,
     COUNT: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +140,7 @@ def log_sum_exp_kernel(
     q, q_at, table, first, last = prepare(
         buffer, rows, query_positions, cos, sin, page_table, cached_lengths, domains,
         table_stride, heads,
-        G, N, D, DIMS, COUNT, HEADS, BLOCKS, TILE, SPLITS,
+        G, N, CAPACITY, D, DIMS, COUNT, HEADS, BLOCKS, TILE, SPLITS,
     )  # fmt: skip
     first_slot = tl.program_id(0).to(tl.int64) // BLOCKS % heads * num_slots
     keys += first_slot * D
@@ -200,7 +201,8 @@ def pool_kernel(
     buffer, rows, query_positions, cos, sin, keys, positions,
     page_table, cached_lengths, domains, lse, out,
     width, table_stride, num_slots, heads, scale,
-    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
+    D: tl.constexpr, DIMS: tl.constexpr, P: tl.constexpr,
     COUNT: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, LOGITS: tl.constexpr, WIDE: tl.constexpr,
     POOL: tl.constexpr, ADD: tl.constexpr,
@@ -211,7 +213,7 @@ def pool_kernel(
     q, q_at, table, first, last = prepare(
         buffer, rows, query_positions, cos, sin, page_table, cached_lengths, domains,
         table_stride, heads,
-        G, N, D, DIMS, COUNT, HEADS, BLOCKS, TILE, SPLITS,
+        G, N, CAPACITY, D, DIMS, COUNT, HEADS, BLOCKS, TILE, SPLITS,
     )  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     first_slot = program // BLOCKS % heads * num_slots
@@ -247,8 +249,11 @@ def scores(
     positions: Tensor, page_table: Tensor, cached_lengths: Tensor, domains: Tensor, scale: float,
     max_cached_length: int, group: str = "max", pool: str = "max",
 ) -> Tensor:  # fmt: skip
-    """As `reference.scores`; `buffer` is contiguous."""
+    """As `reference.scores`; `buffer` is contiguous, or so many of its slots."""
     _, layers, num_heads, n, dim = buffer.shape
+    capacity = buffer.stride(2) // dim
+    lies_packed = buffer.stride()[1:] == (num_heads * capacity * dim, capacity * dim, dim, 1)
+    assert lies_packed, "a query buffer has its rows, layers, heads and slots behind each other"
     _, num_kv_heads, pages, page_size, _ = keys.shape
     batch = len(rows)
     num_slots = pages * page_size
@@ -280,7 +285,7 @@ def scores(
 
     # 3. The log-sum-exp of every query in each split, then the pooled weights.
     shape = dict(
-        G=members, N=n, D=dim, DIMS=dims, P=page_size,
+        G=members, N=n, CAPACITY=capacity, D=dim, DIMS=dims, P=page_size,
         COUNT=count, HEADS=heads_in_tile, BLOCKS=blocks,
         TILE=tile, SPLITS=splits, LOGITS=group == "logits", WIDE=num_slots * dim >= REACH,
         num_warps=max(4, tile_rows // 16), num_stages=STAGES,
