@@ -173,11 +173,13 @@ class Evictor:
 
     def _reduce_rows(self, requests: list[Request], rows: Tensor, counts: Tensor) -> None:
         """The same, with what the device has to know: rows and the queries that they
-        hold, int32 [B]."""
-        beacons = self.settings.policy.beacons
-        self.kernels.reduce(self.queries.buffer, self.queries.positions, rows, counts, beacons)
+        hold, int32 [B]. A ring of newest queries, which lies behind these, stays as it is."""
+        policy = self.settings.policy
+        queries = self.queries.buffer[:, :, :, : policy.observed]
+        positions = self.queries.positions[:, :, :, : policy.observed]
+        self.kernels.reduce(queries, positions, rows, counts, policy.beacons)
         for request in requests:
-            request.buffer_count = min(request.buffer_count, beacons)
+            request.buffer_count = min(request.buffer_count, policy.beacons)
 
     def _evict(self, requests: list[Request], evicted: Evicted) -> None:
         """One eviction of requests that are all at their budget; what becomes of it goes

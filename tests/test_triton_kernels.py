@@ -371,6 +371,23 @@ def case_reduce(capacity, dim, m, dtype):
         assert torch.equal(mine[[0, 3]].nan_to_num(), theirs[[0, 3]].nan_to_num())  # rows not due
 
 
+def case_reduces_the_first_slots_of_a_row():
+    """A ring of newest queries behind them is not looked at and stays."""
+    slots, capacity, m = 12, 20, 7
+    rows, counts = torch.tensor([2, 1]), torch.tensor([slots, m + 1]).int()
+    whole = clustered(3 * 2 * 3, capacity, 64, torch.bfloat16).view(3, 2, 3, capacity, 64)
+    whole[:, :, :, slots:] = torch.nan
+    at = torch.randint(1000, whole.shape[:-1], dtype=torch.int32)
+    ours, our_at = whole.clone(), at.clone()
+    expected, expected_at = whole[:, :, :, :slots].clone(), at[:, :, :, :slots].clone()
+    kernels().reduce(ours[:, :, :, :slots], our_at[:, :, :, :slots], rows, counts, m)
+    reference.reduce(expected, expected_at, rows, counts, m)
+    assert torch.equal(ours[rows, :, :, :m], expected[rows, :, :, :m])
+    assert torch.equal(our_at[rows, :, :, :m], expected_at[rows, :, :, :m])
+    assert ours[:, :, :, slots:].isnan().all()
+    assert torch.equal(our_at[:, :, :, slots:], at[:, :, :, slots:])
+
+
 def make_scores(group, dim, page, dtype, n=6, layers=2, lengths=(37, 16, 5, 9)):
     keys, _, positions, table = make_cache(lengths, page, dim, dtype, layers)
     rows = torch.randperm(len(lengths)) + 1

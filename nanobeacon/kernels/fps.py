@@ -32,11 +32,11 @@ def reduce_kernel(
     D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
     PICKS: tl.constexpr, STEP: tl.constexpr, TIE: tl.constexpr,
 ):  # fmt: skip
-    """Program (layer and head, request): FPS on the [C, D] rows of one head, then their compaction.
+    """Program (layer and head, request): FPS on the queries of one head, then their compaction.
 
-    m of the first `counts` rows stay. DIMS, ROWS and PICKS are D, C and m rounded up to powers
-    of two; STEP: values of a row that one product takes. Nothing happens where no more than m
-    rows are used."""
+    m of the first `counts` stay; a head has C vectors in a buffer row. DIMS and PICKS are D and m
+    rounded up to powers of two, ROWS a power of two that no count is above; STEP: values of a
+    vector that one product takes. Nothing happens where no more than m are used."""
     # 1. The buffer row of this request, layer and head.
     count = tl.load(counts + tl.program_id(1))
     if count <= m:
@@ -243,20 +243,23 @@ def reduce_chunks(
 
 
 def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: int) -> None:
-    """As `reference.reduce`, on a contiguous buffer. One of more than LARGEST_TILE slots a head
-    goes to the reference."""
-    _, layers, heads, capacity, head_dim = buffer.shape
+    """As `reference.reduce`, on the first slots of each head of a contiguous buffer, or all of them.
+    More than LARGEST_TILE slots a head go to the reference."""
+    _, layers, heads, slots, head_dim = buffer.shape
+    capacity = positions.stride(2)
+    assert buffer.stride(2) == capacity * head_dim, "vectors and positions lie alike"
+    assert positions.stride(1) == heads * capacity, "the heads of a layer lie together"
     # 1. Where nothing can be reduced, or no tile is large enough.
-    if capacity <= m or m == 0:
+    if slots <= m or m == 0:
         return
-    if capacity > LARGEST_TILE:
+    if slots > LARGEST_TILE:
         reference.reduce(buffer, positions, rows, counts, m)
         return
 
     # 2. A tile of all rows of a head. Float32 products use no tensor cores and want more registers,
     #    so they take fewer values at a time, by more threads; so does a large tile.
     dims = triton.next_power_of_2(head_dim)
-    tile_rows = max(16, triton.next_power_of_2(capacity))
+    tile_rows = max(16, triton.next_power_of_2(slots))
     is_float32 = buffer.element_size() > 2
     step = min(dims, 32 if is_float32 else 64)
     warps = 4 if is_float32 or tile_rows > 32 else 1

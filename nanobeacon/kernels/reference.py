@@ -231,9 +231,9 @@ def reduce(buffer: Tensor, positions: Tensor, rows: Tensor, counts: Tensor, m: i
     """Reduce the given buffer rows to m queries a head by fps, in place, their positions
     along with them.
 
-    buffer [rows, L, H, C, D], positions int32 [rows, L, H, C]; rows [B], integers, and counts int32
-    [B]. Slots 0 … m-1 then hold the picks in pick order (all rows, in order, where counts <= m),
-    the others nothing.
+    buffer [rows, L, H, C, D], positions int32 [rows, L, H, C], or the first slots of each head of
+    both; rows [B], integers, and counts int32 [B]. Slots 0 … m-1 then hold the picks in pick order
+    (all rows, in order, where counts <= m), the others of what was given nothing.
     """
     held = buffer[rows]
     held_positions = positions[rows]
